@@ -1,0 +1,1 @@
+"""What every stage uses and what knows no stage: configuration, manifests, launching, models, statistics."""

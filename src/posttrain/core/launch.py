@@ -1,0 +1,89 @@
+"""From a rule's allocation to a process: plain Python, torchrun on one node, or srun + torchrun on several.
+
+``python -m posttrain.core.launch --nodes N --gpus G --threads T -- posttrain.sft.train --flag value ...`` prints the
+command that it runs (it can be pasted into a shell) and becomes it. Standard library only: this costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+USAGE = "usage: python -m posttrain.core.launch --nodes N --gpus G --threads T -- MODULE [FLAG ...]"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POSTTRAIN_THREADS", "RAYON_NUM_THREADS")
+
+
+def command(
+    module: str, arguments: Sequence[str], *, nodes: int = 1, gpus: int = 0, threads: int = 1,
+    python: str = "python", job_id: str | None = None,
+) -> list[str]:
+    """The argument vector for one job. Pure.
+
+    nodes: machines. gpus: cards per machine (0 or 1: one process). threads: CPU threads of the whole job on a machine.
+    job_id: SLURM's job id, which makes the rendezvous port of a multi-node job its own.
+    On several nodes one `srun` task per node starts one torchrun; the address of the first node is read inside
+    the task, because the executor removes SLURM's node variables from the outer environment.
+    """
+    if nodes < 1 or gpus < 0:
+        raise ValueError(f"nodes={nodes}, gpus={gpus}: nodes must be at least 1 and gpus at least 0")
+    if nodes == 1 and gpus <= 1:
+        return [python, "-m", module, *arguments]
+    run = [python, "-m", "torch.distributed.run"]
+    workers = max(gpus, 1)
+    if nodes == 1:
+        return [*run, "--standalone", f"--nproc-per-node={workers}", "-m", module, *arguments]
+    port = 20000 + int(job_id or "0") % 20000
+    inner = [
+        *run, f"--nnodes={nodes}", f"--nproc-per-node={workers}", "--rdzv-backend=c10d",
+        f"--rdzv-id={job_id or 'local'}", "--rdzv-endpoint=$head:" + str(port), "-m", module, *arguments,
+    ]
+    script = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); exec ' + " ".join(
+        word if word.startswith("--rdzv-endpoint=") else shlex.quote(word) for word in inner
+    )
+    geometry = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={threads}"]
+    return ["srun", *geometry, *([f"--gpus-per-node={gpus}"] if gpus else []), "bash", "-c", script]
+
+
+def environment(threads: int, gpus: int) -> dict[str, str]:
+    """Thread limits per process: torchrun starts `gpus` processes that share the job's CPUs."""
+    share = str(max(1, threads // max(gpus, 1)))
+    return {**dict.fromkeys(THREAD_VARIABLES, share), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def parse(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """Split the launcher's own flags from the module and its flags."""
+    if "--" not in arguments:
+        raise SystemExit(USAGE)
+    cut = list(arguments).index("--")
+    own, rest = list(arguments[:cut]), list(arguments[cut + 1 :])
+    values = {"nodes": 1, "gpus": 0, "threads": 1}
+    for flag, value in zip(own[::2], own[1::2], strict=True):
+        name = flag.removeprefix("--")
+        if name not in values or not value.isdigit():
+            raise SystemExit(f"error: {flag} {value} is not a launcher flag with a whole number; {USAGE}")
+        values[name] = int(value)
+    if not rest:
+        raise SystemExit(USAGE)
+    return values, rest
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    values, (module, *flags) = parse(sys.argv[1:] if arguments is None else arguments)
+    words = command(module, flags, **values, python=sys.executable, job_id=os.environ.get("SLURM_JOB_ID"))
+    shown = command(module, flags, **values, job_id=os.environ.get("SLURM_JOB_ID"))
+    os.environ.update(environment(values["threads"], values["gpus"]))
+    print(shlex.join(shown), flush=True)
+    warm = os.environ.get("POSTTRAIN_WARM")
+    if warm and words[1:3] == ["-m", module]:
+        from posttrain.core.warm import request
+
+        code = request(warm, module, flags)
+        if code is not None:
+            raise SystemExit(code)
+    os.execvp(words[0], words)
+
+
+if __name__ == "__main__":
+    main()

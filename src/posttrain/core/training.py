@@ -1,0 +1,199 @@
+"""What every training job adds to a Hugging Face Trainer: complete checkpoints, time limit, tracking, NaN stop.
+
+Checkpoints lie in `checkpoints/<digest>/` beside the manifest, where the digest names configuration, inputs and code:
+a changed job never resumes from another job's state. Each complete checkpoint carries `complete.json`, written last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from posttrain.core import config as configs
+from posttrain.core import manifest
+from posttrain.core.codes import code_digest
+from posttrain.core.config import JobConfig, key
+from posttrain.core.errors import TimeLimitReached, UserError
+from posttrain.core.tracking import Tracker
+
+MARKER = "complete.json"
+
+
+class TrainingConfig(JobConfig):
+    """Keys that all trainers share."""
+
+    learning_rate: float = key(5e-4, help="peak learning rate of AdamW", gt=0)
+    steps: int = key(100, help="optimizer steps", gt=0)
+    batch_size: int = key(64, help="sequences per optimizer step, over all processes", gt=0)
+    accumulation: int = key(1, help="micro-batches per optimizer step", gt=0)
+    warmup: float = key(0.05, help="share of the steps with rising learning rate", ge=0, lt=1)
+    schedule: str = key("constant_with_warmup", help="transformers' name of the learning-rate schedule")
+    weight_decay: float = key(0.0, help="AdamW weight decay", ge=0)
+    max_grad_norm: float = key(1.0, help="clip the gradient to this norm", gt=0)
+    precision: str = key("float32", help="float32, or bfloat16 autocast", pattern="^(float32|bfloat16)$")
+    deepspeed: str | None = key(None, help="configs/deepspeed/<name>.json without the ending; null: no DeepSpeed")
+    gradient_checkpointing: bool = key(False, help="recompute activations in the backward pass")
+    checkpoint_every: int = key(0, help="optimizer steps between checkpoints; 0: none", role="runtime", ge=0)
+    log_every: int = key(1, help="optimizer steps between log lines", role="runtime", gt=0)
+    max_minutes: float | None = key(None, help="save, stop and exit 75 after this long", role="runtime", gt=0)
+    workers: int = key(0, help="data-loader processes", role="runtime", ge=0)
+
+    def model_post_init(self, _context) -> None:
+        if self.batch_size % self.accumulation:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of accumulation {self.accumulation}; change one of them"
+            )
+
+
+def deepspeed_path(name: str | None) -> str | None:
+    if name is None:
+        return None
+    path = Path("configs/deepspeed") / f"{name}.json"
+    if not path.is_file():
+        raise UserError(f"deepspeed = {name!r}: {path} does not exist; name a file of configs/deepspeed.")
+    return str(path)
+
+
+def arguments(job: TrainingConfig, **more: Any) -> dict[str, Any]:
+    """Keyword arguments of TrainingArguments (or a TRL config) for this job. Batch size per device is derived here."""
+    import torch
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    per_step = world * job.accumulation
+    if job.batch_size % per_step:
+        raise UserError(
+            f"batch_size {job.batch_size} is not a multiple of {world} processes x {job.accumulation} accumulation; "
+            "change batch_size, accumulation or gpus."
+        )
+    common: dict[str, Any] = {
+        "output_dir": str(checkpoint_folder(job)),
+        "per_device_train_batch_size": job.batch_size // per_step,
+        "gradient_accumulation_steps": job.accumulation,
+        "max_steps": job.steps,
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": job.schedule,
+        "warmup_steps": math.ceil(job.warmup * job.steps),
+        "weight_decay": job.weight_decay,
+        "max_grad_norm": job.max_grad_norm,
+        "logging_steps": job.log_every,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "steps" if job.checkpoint_every else "no",
+        "save_steps": job.checkpoint_every or 500,
+        "save_total_limit": 2,
+        "seed": job.seed,
+        "data_seed": job.seed,
+        "bf16": job.precision == "bfloat16",
+        "activation_checkpointing": job.gradient_checkpointing,
+        "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_num_workers": job.workers,
+        "deepspeed": deepspeed_path(job.deepspeed),
+        "remove_unused_columns": False,
+    }
+    return {**common, **more}
+
+
+def job_digest(job: JobConfig) -> str:
+    """Names configuration, inputs and code of a job; checkpoints of another digest are never used."""
+    paths = {n: getattr(job, n) for n, role in configs.roles(type(job)).items() if role == "input"}
+    module = type(job).__module__
+    if module == "__main__":
+        module = sys.modules["__main__"].__spec__.name
+    parts = [configs.settings(job), manifest.input_digests(paths), code_digest(module)]
+    return configs.digest(parts)[:12]
+
+
+def checkpoint_folder(job: JobConfig) -> Path:
+    return job.folder / "checkpoints" / job_digest(job)
+
+
+def seal(folder: Path) -> None:
+    """Mark a checkpoint as complete: sizes and digests of its files, written last."""
+    files = {str(f.relative_to(folder)): [f.stat().st_size, manifest.sha256(f)] for f in sorted(folder.rglob("*")) if f.is_file()}
+    manifest.write_atomically(folder / MARKER, json.dumps(files))
+
+
+def damage(folder: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None if it is whole."""
+    try:
+        files = json.loads((folder / MARKER).read_text())
+    except (OSError, json.JSONDecodeError):
+        return "it was not finished"
+    for name, (size, digest) in files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{name} is truncated or missing"
+        if manifest.sha256(file) != digest:
+            return f"{name} has changed"
+    return None
+
+
+def newest_complete(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step; damaged ones are named on stderr and passed over."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name.rpartition("-")[2].isdigit()]
+    for path in sorted(found, key=lambda p: int(p.name.rpartition("-")[2]), reverse=True):
+        reason = damage(path)
+        if reason is None:
+            return path
+        print(f"warning: {path} is not used: {reason}; an older checkpoint or the start is taken.", file=sys.stderr)
+    return None
+
+
+def make_callback(job: TrainingConfig, tracker: Tracker) -> Any:
+    """The TrainerCallback that seals checkpoints, logs, stops on a time limit and on a loss that is not finite."""
+    from transformers import TrainerCallback
+
+    started = float(os.environ.get("POSTTRAIN_STARTED", time.time()))
+
+    class JobCallback(TrainerCallback):
+        out_of_time = False
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            values = {k: v for k, v in (logs or {}).items() if isinstance(v, int | float)}
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(values.get(name, 0.0)):
+                    raise UserError(
+                        f"{name} is {values[name]} at step {state.global_step} of {job.output}; lower learning_rate "
+                        f"(now {job.learning_rate}) or look at the batch before it. No result was written."
+                    )
+            if "train_runtime" not in values:  # the summary at the end holds times, which differ between runs
+                tracker.log(state.global_step, {k: v for k, v in values.items() if "time" not in k and "per_second" not in k})
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if job.max_minutes and time.time() - started > job.max_minutes * 60 and state.global_step < state.max_steps:
+                self.out_of_time = control.should_save = control.should_training_stop = True
+
+        def on_save(self, args, state, control, **kwargs):
+            if state.is_world_process_zero:
+                seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    return JobCallback()
+
+
+def train(trainer: Any, job: TrainingConfig, tracker: Tracker, callback: Any) -> None:
+    """Run (or resume) `trainer`, then delete the checkpoints of this and of older configurations."""
+    folder = checkpoint_folder(job)
+    for other in folder.parent.glob("*") if folder.parent.is_dir() else ():
+        if other != folder:
+            shutil.rmtree(other)
+    resume = newest_complete(folder)
+    start = int(resume.name.rpartition("-")[2]) if resume else 0
+    tracker.rewind(start)
+    if resume:
+        print(f"resuming from step {start} ({resume})", flush=True)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if callback.out_of_time:
+        raise TimeLimitReached(f"stopped after {job.max_minutes} minutes at step {trainer.state.global_step} of {job.steps}.")
+
+
+def discard_checkpoints(job: JobConfig) -> None:
+    """After the manifest is published the checkpoints have done their work."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)

@@ -1,0 +1,10 @@
+"""Real text and verifiable tasks: fetched, split, checked for overlap, tokenised, packed."""
+
+from posttrain.core.methods import Method
+
+METHODS = {
+    "corpus": Method(axes=("corpus",), seeded=False),
+    "tasks": Method(axes=("task",)),
+    "tokenizer": Method(axes=("tokenizer",), seeded=False),
+    "mix": Method(axes=("mix",)),
+}

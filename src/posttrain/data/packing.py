@@ -1,0 +1,62 @@
+"""Documents into fixed-length rows, best fit decreasing, such that no document sees another.
+
+Positions restart at each document; Transformers builds a block-diagonal causal mask from them when it gets neither a
+cache nor an attention mask. The first token of a document is never a target.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+IGNORE = -100
+
+
+def split_long(documents: Sequence[Sequence[int]], length: int) -> list[Sequence[int]]:
+    """Cut documents longer than `length` into pieces (each then its own document)."""
+    return [doc[i : i + length] for doc in documents for i in range(0, len(doc), length)]
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit-decreasing bins: lists of indices whose lengths sum to at most `capacity`. Stable for equal lengths."""
+    if max(lengths, default=0) > capacity:
+        raise ValueError(f"a document of {max(lengths)} tokens does not fit into {capacity}")
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room, bin), sorted
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = bisect.bisect_left(free, (lengths[index], -1))
+        if at == len(free):
+            bins.append([index])
+            room, which = capacity - lengths[index], len(bins) - 1
+        else:
+            room, which = free.pop(at)
+            bins[which].append(index)
+            room -= lengths[index]
+        bisect.insort(free, (room, which))
+    return bins
+
+
+def pack(documents: Sequence[Sequence[int]], length: int, pad: int) -> dict[str, np.ndarray]:
+    """Rows of `length` tokens: input_ids, position_ids, labels, all int64 [rows, length].
+
+    labels are the ids themselves (the model shifts them), -100 at each document's first token and on padding.
+    Padding forms one more "document" at the end of a row.
+    """
+    pieces = split_long(documents, length)
+    bins = best_fit([len(piece) for piece in pieces], length)
+    ids = np.full((len(bins), length), pad, dtype=np.int64)
+    positions = np.zeros_like(ids)
+    labels = np.full_like(ids, IGNORE)
+    for row, members in enumerate(bins):
+        at = 0
+        for index in members:
+            piece = np.asarray(pieces[index], dtype=np.int64)
+            end = at + len(piece)
+            ids[row, at:end] = piece
+            positions[row, at:end] = np.arange(len(piece))
+            labels[row, at + 1 : end] = piece[1:]
+            at = end
+        positions[row, at:] = np.arange(length - at)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}

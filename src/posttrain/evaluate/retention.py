@@ -1,0 +1,52 @@
+"""Loss of a checkpoint on held-out real text, per document: what training on a task makes the model forget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.core import cli, determinism, manifest, models, tables
+from posttrain.core.config import JobConfig, key
+
+
+class Config(JobConfig):
+    documents: int = key(64, help="test documents", gt=1)
+    tokens: int = key(256, help="leading tokens of each document that are scored", gt=1)
+    dtype: str = key("float32", help="weights: float32 or bfloat16", pattern="^(float32|bfloat16)$")
+    batch: int = key(32, help="documents at once", gt=0)
+    model: Path = key(help="manifest of the checkpoint", role="input")
+    corpus: Path = key(help="corpus manifest", role="input")
+
+
+def main(job: Config) -> None:
+    determinism.setup(job.seed)
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    from posttrain.core.logprobs import token_logprobs
+
+    manifest.read(job.corpus)
+    tokenizer = models.load_tokenizer(job.model)
+    model = models.place(models.load(job.model, job.dtype)).eval()
+    documents = tables.read(job.corpus.parent / "documents.parquet", ["id", "source", "text"], [("split", "=", "test")])[: job.documents]
+    rows = []
+    for start in range(0, len(documents), job.batch):
+        part = documents[start : start + job.batch]
+        encoded = tokenizer([d["text"] for d in part], add_special_tokens=False, truncation=True, max_length=job.tokens)["input_ids"]
+        ids = pad_sequence([torch.tensor(e) for e in encoded], batch_first=True).to(model.device)
+        mask = pad_sequence([torch.ones(len(e), dtype=torch.long) for e in encoded], batch_first=True).to(model.device)
+        with torch.inference_mode():
+            logp = token_logprobs(model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1], ids[:, 1:])
+        sums = torch.where(mask[:, 1:].bool(), logp, 0.0).sum(1).tolist()
+        for document, tokens, total in zip(part, encoded, sums, strict=True):
+            shown = tokenizer.decode(tokens[1:], skip_special_tokens=True)
+            rows.append({"id": document["id"], "source": document["source"], "nll": -total, "tokens": len(tokens) - 1, "bytes": len(shown.encode())})
+    file = tables.write(rows, job.folder / "documents.parquet")
+    metrics = {
+        "loss": manifest.metric([row["nll"] / row["tokens"] for row in rows]),
+        "bits_per_byte": manifest.metric([row["nll"] / row["bytes"] / 0.6931471805599453 for row in rows]),
+    }
+    manifest.publish(job, metrics, [file])
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(Config, main))

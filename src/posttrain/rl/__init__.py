@@ -1,0 +1,5 @@
+"""Reinforcement learning with verifiable rewards."""
+
+from posttrain.core.methods import Method
+
+METHODS = {"grpo": Method(axes=("task", "start"), open=("start",))}

@@ -1,0 +1,217 @@
+"""SFT of one arm: any weighting (sft, dft, PEAR at three levels) on any per-token loss (nll, kl), one trainer.
+
+The arms of a comparison differ in `weighting` and `loss` alone: same batches in the same order, same steps, same
+learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from posttrain.core import cli, determinism, manifest, models, tables
+from posttrain.core.config import key
+from posttrain.core.tracking import Tracker, read_history
+from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, train
+from posttrain.sft import losses
+from posttrain.sft.traces import check
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE = -100
+
+
+class Config(TrainingConfig):
+    weighting: losses.Weighting = key("sft", help="per-token weight w_t")
+    loss: Literal["nll", "kl"] = key("nll", help="per-token loss l_t: negative log-likelihood, or KL to the data's policy")
+    gamma: float = key(0.999, help="PEAR discount per later response token", gt=0, le=1)
+    block: int = key(4, help="PEAR block size B", gt=0)
+    clip_delta: tuple[float, float] = key((-0.08, 0.3), help="clip of each log ratio, before summing")
+    clip_log: tuple[float, float] = key((-10.0, 5.0), help="clip of log G")
+    norm: losses.Norm = key("tokens", help="normaliser of the weighted loss")
+    ratio_model: Literal["live", "frozen_base"] = key("live", help="policy in the ratio's numerator")
+    negative_strength: float = key(0.0, help="weight of wrong traces, subtracted; 0: they are left out", ge=0)
+    max_length: int = key(512, help="cut prompt + response to this many tokens", gt=1)
+    start: Path = key(help="manifest of the model to start from", role="input")
+    traces: Path = key(help="manifest of the stored traces", role="input")
+
+    def model_post_init(self, context) -> None:
+        super().model_post_init(context)
+        for name in ("clip_delta", "clip_log"):
+            low, high = getattr(self, name)
+            if low >= high:
+                raise ValueError(f"{name} = [{low}, {high}]: the lower bound must be below the upper one")
+        if self.loss == "kl" and self.negative_strength:
+            raise ValueError("negative_strength needs loss: nll; set it to 0 or change loss")
+
+
+def example(row: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """Tensors of one trace: input_ids, labels (-100 on the prompt), logp_beta and the stored distribution, all [T]-aligned.
+
+    A response that is cut at `max_length` ends at its last kept token: PEAR's suffix beyond the cut is unknown.
+    """
+    import torch
+
+    prompt, response = row["prompt_ids"], row["response_ids"]
+    total = len(prompt) + len(response)
+    head, width = len(prompt), len(row["top_ids"][0])
+    logp = torch.zeros(total)
+    logp[head:] = torch.tensor(row["logp_beta"])
+    top_ids = torch.zeros(total, width, dtype=torch.long)
+    top_ids[head:] = torch.tensor(row["top_ids"])
+    top_logps = torch.full((total, width), -torch.inf)
+    top_logps[head:] = torch.tensor(row["top_logps"])
+    full = {
+        "input_ids": torch.tensor(prompt + response),
+        "labels": torch.tensor([IGNORE] * head + response),
+        "logp_beta": logp,
+        "top_ids": top_ids,
+        "top_logps": top_logps,
+    }
+    return {name: value[:max_length] for name, value in full.items()} | {"wrong": torch.tensor(not row["correct"])}
+
+
+def collate(rows: Sequence[dict[str, Any]], pad: int) -> dict[str, torch.Tensor]:
+    """Right-pad a list of examples to [B, T]; attention_mask marks real tokens (also where EOS is the pad id)."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    fill = {"input_ids": pad, "labels": IGNORE, "logp_beta": 0.0, "top_ids": 0, "top_logps": -torch.inf, "logp_frozen": 0.0}
+    batch = {n: pad_sequence([row[n] for row in rows], batch_first=True, padding_value=v) for n, v in fill.items() if n in rows[0]}
+    ones = [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows]
+    return batch | {"attention_mask": pad_sequence(ones, batch_first=True), "wrong": torch.stack([row["wrong"] for row in rows])}
+
+
+def batch_loss(model, batch: dict[str, torch.Tensor], job: Config, count) -> tuple[torch.Tensor, dict[str, float]]:
+    """Loss of one micro-batch and weight statistics. `count`: response tokens (or documents, norm per_sequence) of the
+    global batch."""
+    import torch
+
+    from posttrain.core.logprobs import token_logprobs
+
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]
+    labels = batch["labels"][:, 1:]  # logits at t predict token t + 1: everything below is aligned to labels
+    mask = labels != IGNORE
+    logp = torch.zeros(mask.shape, device=logits.device)
+    logp = logp.masked_scatter(mask, token_logprobs(logits[mask], labels[mask]))
+    beta = batch["logp_beta"][:, 1:]
+    target = batch["logp_frozen"][:, 1:] if "logp_frozen" in batch else logp.detach()
+    w, statistics = losses.token_weights(
+        job.weighting, target, beta, mask, gamma=job.gamma, block=job.block, clip_delta=job.clip_delta, clip_log=job.clip_log
+    )
+    if job.negative_strength:
+        wrong = batch["wrong"][:, None]
+        w = torch.where(wrong, losses.negative_weights(target, beta, mask, job.negative_strength), w)
+    w = losses.normalise(w, mask, job.norm)
+    if job.loss == "nll":
+        per_token = -logp
+    else:
+        kl = losses.kl_to_stored(logits[mask], batch["top_ids"][:, 1:][mask], batch["top_logps"][:, 1:][mask])
+        per_token = torch.zeros(mask.shape, device=logits.device).masked_scatter(mask, kl)
+    return losses.weighted_loss(per_token, w, mask, count), statistics
+
+
+def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callbacks: list[Any]):
+    """The Transformers Trainer with this loss. Its gradient does not depend on how a global batch is cut."""
+    from transformers import Trainer, TrainingArguments
+
+    class WeightedTrainer(Trainer):
+        loss_is_scaled_for_ga = True  # batch_loss divides by the count over the whole accumulated global batch
+        statistics: dict[str, float] = {}
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            count = job.batch_size if job.norm == "per_sequence" else num_items_in_batch
+            loss, self.statistics = batch_loss(model, inputs, job, count)
+            return loss * self.accelerator.num_processes  # the processes' gradients are averaged
+
+        def log(self, logs, start_time=None):
+            super().log({**logs, **self.statistics} if "loss" in logs else logs, start_time)
+
+    trainer = WeightedTrainer(
+        model=model,
+        args=TrainingArguments(**arguments(job, dataloader_drop_last=True)),
+        train_dataset=data,
+        data_collator=lambda rows: collate(rows, pad),
+        callbacks=callbacks,
+    )
+    if not trainer.model_accepts_loss_kwargs:
+        trainer.model_accepts_loss_kwargs = True  # so that the Trainer counts the labels of the whole global batch
+    return trainer
+
+
+def nll_per_trace(model, data: list[dict[str, Any]], pad: int, batch: int = 256) -> list[tuple[float, int]]:
+    """(sum of -log pi in nats, response tokens) of each trace, in order."""
+    import torch
+
+    from posttrain.core.logprobs import token_logprobs
+
+    found = []
+    model.eval()
+    with torch.inference_mode():
+        for start in range(0, len(data), batch):
+            part = {k: v.to(model.device) for k, v in collate(data[start : start + batch], pad).items()}
+            logits = model(input_ids=part["input_ids"], attention_mask=part["attention_mask"], use_cache=False).logits[:, :-1]
+            labels = part["labels"][:, 1:]
+            mask = labels != IGNORE
+            logp = torch.zeros(mask.shape, device=logits.device).masked_scatter(mask, token_logprobs(logits[mask], labels[mask]))
+            found += list(zip((-logp.sum(1)).tolist(), mask.sum(1).tolist(), strict=True))
+    return found
+
+
+def add_frozen(model, data: list[dict[str, Any]], pad: int, batch: int = 256) -> None:
+    """Store log pi_base of every label under `logp_frozen`, in place (ratio_model: frozen_base)."""
+    import torch
+
+    from posttrain.core.logprobs import token_logprobs
+
+    with torch.inference_mode():
+        for start in range(0, len(data), batch):
+            part = collate(data[start : start + batch], pad)
+            logits = model(input_ids=part["input_ids"].to(model.device), attention_mask=part["attention_mask"].to(model.device)).logits
+            logp = token_logprobs(logits[:, :-1], part["input_ids"][:, 1:].to(model.device)).cpu().clone()
+            for row, line in zip(data[start : start + batch], logp, strict=True):
+                n = len(row["input_ids"])
+                row["logp_frozen"] = torch.cat([torch.zeros(1), line[: n - 1]])
+
+
+def main(job: Config) -> None:
+    determinism.setup(job.seed)
+    manifest.read(job.traces)
+    tokenizer = models.load_tokenizer(job.start)
+    model = models.load(job.start)
+    model.config.use_cache = False
+    file = job.traces.parent / "traces.parquet"
+    stored = tables.read(file)
+    check(stored, file)
+    data = {split: [example(row, job.max_length) for row in stored if row["split"] == split] for split in ("train", "validation")}
+    if not job.negative_strength:
+        data["train"] = [row for row in data["train"] if not row["wrong"]]
+    pad = tokenizer.pad_token_id
+    if job.ratio_model == "frozen_base":
+        add_frozen(models.place(model), data["train"], pad)
+    tracker = Tracker(job)
+    callback = make_callback(job, tracker)
+    trainer = make_trainer(model, job, data["train"], pad, [callback])
+    train(trainer, job, tracker, callback)
+    model.config.use_cache = True
+    rows = [{"nll": nll, "tokens": n} for nll, n in nll_per_trace(model, data["validation"], pad)]
+    files = [tables.write(rows, job.folder / "validation.parquet"), *models.save(model, tokenizer, job.folder), tracker.path]
+    history = read_history(tracker.path)
+    metrics = {
+        "validation/nll": manifest.Metric(value=sum(r["nll"] for r in rows) / sum(r["tokens"] for r in rows), n=len(rows)),
+        "validation/nll_per_trace": manifest.metric([row["nll"] for row in rows]),
+        "grad_norm/mean": sum(line["grad_norm"] for line in history) / len(history),
+    }
+    for name in ("weight_mean", "weight_ess", "weight_floor", "weight_cap", "delta_mean"):
+        values = [line[name] for line in history if name in line]
+        if values:
+            metrics[f"weights/{name.removeprefix('weight_')}"] = sum(values) / len(values)
+    tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})
+    manifest.publish(job, metrics, files)
+    discard_checkpoints(job)
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(Config, main))

@@ -1,0 +1,277 @@
+"""From `configs/` to jobs: which jobs a study has, what each reads, its flags, its resources.
+
+The workflow's only door to the package. It validates every block of a tier before the DAG is built, in milliseconds and
+without torch. References between jobs are written `<stage>/<method>/<variant>` in the YAML.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import os
+import shlex
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, create_model
+
+from posttrain.core import config as configs
+from posttrain.core import tracking
+from posttrain.core.codes import code_digest
+from posttrain.core.config import JobConfig, Model, key
+from posttrain.core.errors import UserError, nearest
+from posttrain.core.manifest import NAME
+from posttrain.core.methods import Method, Resources
+
+STAGES = ("data", "base", "sft", "rl", "evaluate", "report")
+
+
+class Tracking(Model):
+    mode: Literal["disabled", "offline", "online"] = key("disabled", help="offline needs no account, online a key")
+    project: str = key("posttrain", help="W&B project")
+    entity: str | None = key(None, help="W&B team or user; null: your default")
+    epoch: int = key(0, help="raise after deleting runs on the server: a deleted run id cannot be used again", ge=0)
+
+
+class Settings(Model):
+    """configs/config.yaml."""
+
+    tier: str = key("tiny", help="folder of configs/ to take", pattern="^[a-z0-9_]+$")
+    seeds: list[typing.Annotated[int, Field(ge=0)]] = key([0], help="seeds of the study", min_length=1)
+    wandb: Tracking = key(Tracking(), help="experiment tracking")
+
+
+@functools.cache
+def methods(stage: str) -> dict[str, Method]:
+    return importlib.import_module(f"posttrain.{stage}").METHODS
+
+
+def config_class(stage: str, method: str) -> type[JobConfig]:
+    return importlib.import_module(f"posttrain.{stage}.{method}").Config
+
+
+@functools.cache
+def block_model(stage: str, method: str) -> type[Model]:
+    """What `defaults` or one axis value may hold: settings, runtime keys, and references for inputs."""
+    import copy
+
+    owner = config_class(stage, method)
+    model = configs.partial(owner)
+    references = {}
+    for name, role in configs.roles(owner).items():
+        if role == "input":
+            field = copy.copy(owner.model_fields[name])
+            field.default = None
+            several = typing.get_origin(owner.model_fields[name].annotation) is dict
+            references[name] = (dict[str, str] | None if several else str | None, field)
+    return create_model(f"{stage}_{method}_block", __base__=model, **references)
+
+
+@functools.cache
+def section_model(stage: str, method: str) -> type[Model]:
+    block = block_model(stage, method)
+    axes = {axis: (dict[str, block], Field(default_factory=dict)) for axis in methods(stage)[method].axes}
+    return create_model(
+        f"{stage}_{method}",
+        __base__=Model,
+        defaults=(block, Field(default_factory=block)),
+        resources=(Resources, Field(default_factory=Resources)),
+        **axes,
+    )
+
+
+@functools.cache
+def stage_model(stage: str) -> type[Model]:
+    """The schema of configs/<tier>/<stage>.yaml: one optional section per method."""
+    sections = {name: (section_model(stage, name) | None, None) for name in methods(stage)}
+    return create_model(f"{stage}_file", __base__=Model, **sections)
+
+
+class Study:
+    """One tier with its seeds. `values` is the merged content of configs/config.yaml and --config."""
+
+    def __init__(self, values: Mapping[str, Any], folder: Path = Path("configs"), results: Path = Path("results")) -> None:
+        self.settings: Settings = configs.validate(Settings, dict(values), str(folder / "config.yaml"))
+        self.tier, self.seeds = self.settings.tier, sorted(set(self.settings.seeds))
+        self.folder, self.root = folder / self.tier, results / self.tier
+        if not self.folder.is_dir():
+            tiers = [p.name for p in folder.iterdir() if p.is_dir() and p.name not in ("deepspeed", "schema")]
+            raise UserError(f"tier = {self.tier!r}: the folder {self.folder} does not exist{nearest(self.tier, tiers)}")
+        self.sections = {stage: self._read(stage) for stage in STAGES}
+        for stage in STAGES:
+            for method in self.sections[stage]:
+                self._check(stage, method)
+        self._merged.cache_clear()
+
+    # --- reading ---
+
+    def _read(self, stage: str) -> dict[str, Any]:
+        path = self.folder / f"{stage}.yaml"
+        found = configs.validate(stage_model(stage), configs.read_yaml(path), str(path))
+        return {name: section for name in methods(stage) if (section := getattr(found, name)) is not None}
+
+    def names(self, stage: str, method: str, axis: str) -> list[str]:
+        """The values of an axis that the YAML lists, in its order."""
+        section = self.sections[stage].get(method)
+        return list(getattr(section, axis)) if section else []
+
+    def section(self, stage: str, method: str) -> Any:
+        try:
+            return self.sections[stage][method]
+        except KeyError:
+            raise UserError(f"{self.folder / stage}.yaml has no section '{method}'{nearest(method, methods(stage))}") from None
+
+    @functools.cache  # noqa: B019 - one study per process
+    def _merged(self, stage: str, method: str, values: tuple[str, ...]) -> dict[str, Any]:
+        section, axes = self.section(stage, method), methods(stage)[method].axes
+        result = section.defaults.model_dump(exclude_unset=True)
+        for axis, value in zip(axes, values, strict=True):
+            blocks = getattr(section, axis)
+            if value in blocks:
+                result |= blocks[value].model_dump(exclude_unset=True)
+            elif axis not in methods(stage)[method].open:
+                where = f"{self.folder / stage}.yaml: {method}.{axis}"
+                raise UserError(f"{where} has no entry '{value}'{nearest(value, blocks)}")
+        return result
+
+    def _check(self, stage: str, method: str) -> None:
+        """Build the configuration of every listed combination, so that contradictions show before any work."""
+        axes = methods(stage)[method].axes
+        open_axes = methods(stage)[method].open
+        lists = [[*self.names(stage, method, axis), *(["-"] if axis in open_axes else [])] for axis in axes]
+        for values in itertools.product(*lists):
+            self.config(stage, method, values, seed=0, inputs={}, placeholder=True)
+
+    # --- jobs ---
+
+    def path(self, reference: str, seed: int | str) -> str:
+        """Manifest path of `<stage>/<method>/<variant>`; a method that knows no seed lies under seed0."""
+        parts = reference.split("/")
+        if len(parts) != 3 or parts[0] not in STAGES or parts[1] not in methods(parts[0]):
+            raise UserError(f"{self.folder}: reference '{reference}' is not <stage>/<method>/<variant> of a known method.")
+        return str(self.root / reference / f"seed{seed if methods(parts[0])[parts[1]].seeded else 0}" / NAME)
+
+    def references(self, stage: str, method: str, values: Iterable[str]) -> dict[str, Any]:
+        """Input keys that the YAML sets, still as references."""
+        merged = self._merged(stage, method, tuple(values))
+        return {n: merged[n] for n, r in configs.roles(config_class(stage, method)).items() if r == "input" and merged.get(n)}
+
+    def inputs(self, stage: str, method: str, values: Iterable[str], seed: int | str) -> dict[str, Any]:
+        """Input keys as manifest paths; a key that holds several becomes a list in the order of sorted names."""
+        found = {}
+        for name, value in self.references(stage, method, values).items():
+            if isinstance(value, Mapping):
+                found[name] = [self.path(value[k], seed) for k in sorted(value)]
+            else:
+                found[name] = self.path(value, seed)
+        return found
+
+    def config(
+        self, stage: str, method: str, values: Iterable[str], *, seed: int, inputs: Mapping[str, Any], output: str = "",
+        placeholder: bool = False,
+    ) -> JobConfig:
+        """The validated configuration of one job. `inputs`: key -> path or list of paths, as Snakemake holds them."""
+        values = tuple(values)
+        owner, merged = config_class(stage, method), dict(self._merged(stage, method, values))
+        for name, role in configs.roles(owner).items():
+            if role != "input":
+                continue
+            reference = merged.pop(name, None)
+            if isinstance(reference, Mapping):
+                paths = inputs.get(name) or ["-"] * len(reference)
+                merged[name] = dict(zip(sorted(reference), paths, strict=True))
+            elif name in inputs:
+                merged[name] = inputs[name]
+            elif placeholder and (reference or owner.model_fields[name].is_required()):
+                several = typing.get_origin(owner.model_fields[name].annotation) is dict
+                merged[name] = {} if several else Path("-")
+        merged |= {"output": output or "-", "seed": seed}
+        variant = "-".join(values)
+        return configs.validate(owner, merged, f"{self.folder / stage}.yaml: {method} ({variant})")
+
+    def flags(self, stage: str, method: str, values: Iterable[str], seed: int, inputs: Mapping[str, Any], output: str) -> str:
+        """Everything that may change the result, as a command line."""
+        job = self.config(stage, method, values, seed=seed, inputs=inputs, output=output)
+        return shlex.join(configs.flags(job))
+
+    def runtime_flags(self, stage: str, method: str, values: Iterable[str]) -> str:
+        """Logging, workers, time limit: on the command line, but not a reason to run again."""
+        job = self.config(stage, method, values, seed=0, inputs={}, placeholder=True)
+        return shlex.join(configs.flags(job, {"runtime"}))
+
+    def code(self, stage: str, method: str) -> str:
+        return code_digest(f"posttrain.{stage}.{method}")
+
+    def resources(self, stage: str, method: str) -> Resources:
+        section = self.sections[stage].get(method)
+        return section.resources if section else Resources()
+
+    # --- the study's shape ---
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks on which arms are compared."""
+        return self.names("sft", "train", "task")
+
+    @property
+    def arms(self) -> list[str]:
+        return self.names("sft", "train", "arm")
+
+    def checkpoint(self, task: str, name: str) -> str:
+        """Reference of a checkpoint by the name that evaluation gives it: base, sft_<arm>, rl_base, rl_<arm>."""
+        for section in self.sections["evaluate"].values():
+            if name in section.checkpoint and section.checkpoint[name].model:
+                return section.checkpoint[name].model
+        stage, _, arm = name.partition("_")
+        if name == "base":
+            return self.references("sft", "train", (task, self.arms[0]))["start"]
+        if stage == "sft" and arm in self.arms:
+            return f"sft/train/{task}-{arm}"
+        if stage == "rl" and arm in ("base", *self.arms):
+            return f"rl/grpo/{task}-{arm}"
+        valid = ["base", "rl_base", *(f"sft_{a}" for a in self.arms), *(f"rl_{a}" for a in self.arms)]
+        raise UserError(f"checkpoint '{name}' of task '{task}' is unknown{nearest(name, valid)}")
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return ["base", *(f"sft_{arm}" for arm in self.arms), "rl_base", *(f"rl_{arm}" for arm in self.arms)]
+
+    def evaluations(self, method: str) -> list[tuple[str, str]]:
+        """(task, checkpoint) pairs that `all` evaluates: every checkpoint of every compared task, and named models."""
+        tasks = self.names("evaluate", method, "task")
+        pairs = [(task, name) for task in tasks if task in self.tasks for name in self.checkpoints]
+        named = self.names("evaluate", method, "checkpoint")
+        return pairs + [(task, name) for task in tasks if task not in self.tasks for name in named]
+
+    def largest_job(self) -> tuple[str, int]:
+        """(stage/method, cards) of the job that asks for most cards."""
+        found = [
+            (f"{s}/{m}", section.resources.nodes * section.resources.gpus)
+            for s in STAGES
+            for m, section in self.sections[s].items()
+        ]
+        return max(found, key=lambda item: item[1])
+
+    def check_cap(self, cap: int | None) -> None:
+        """A job larger than the profile's GPU cap would silently be submitted with fewer cards."""
+        name, cards = self.largest_job()
+        if cap is not None and 0 < cap < cards:
+            raise UserError(f"{name} asks for {cards} GPUs, the profile's cap is gpu: {cap}; raise `resources: gpu` in the profile or lower gpus in {self.folder}.")
+
+    def export_tracking(self) -> None:
+        """Hand the tracker's settings to jobs through the environment: they are never parameters. No secret is touched."""
+        wandb = self.settings.wandb
+        tracking.check_key(wandb.mode)
+        group = f"{self.tier}-{configs.digest([self.tier, self.seeds, [s.model_dump(mode='json') for m in self.sections.values() for s in m.values()]])[:8]}"
+        os.environ.update(
+            {
+                "POSTTRAIN_WANDB_MODE": wandb.mode,
+                "POSTTRAIN_WANDB_PROJECT": wandb.project,
+                "POSTTRAIN_WANDB_ENTITY": wandb.entity or "",
+                "POSTTRAIN_WANDB_EPOCH": str(wandb.epoch),
+                "POSTTRAIN_WANDB_GROUP": group,
+            }
+        )

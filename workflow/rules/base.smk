@@ -1,0 +1,78 @@
+"""Base models: from scratch, from a package, from a hub."""
+
+
+rule base_scratch:
+    input:
+        unpack(inputs_of("base", "scratch")),
+    output:
+        manifest=manifest_of("base", "scratch"),
+    log:
+        beside("logs", "base", "scratch", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "base", "scratch", "tsv")
+    threads: study.resources("base", "scratch").threads
+    resources:
+        nodes=study.resources("base", "scratch").nodes,
+        gpu=study.resources("base", "scratch").gpus,
+        mem_mb=mem_mb("base", "scratch"),
+        runtime=runtime("base", "scratch"),
+        flags=runtime_of("base", "scratch"),
+    params:
+        flags=flags_of("base", "scratch"),
+        code=study.code("base", "scratch"),
+    message:
+        "Train {wildcards.model} from scratch (seed {wildcards.seed})"
+    shell:
+        LAUNCH
+        + " -- posttrain.base.scratch {params.flags} {resources.flags} > {log} 2>&1"
+
+
+rule base_packaged:
+    input:
+        unpack(inputs_of("base", "packaged")),
+    output:
+        manifest=manifest_of("base", "packaged"),
+    log:
+        beside("logs", "base", "packaged", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "base", "packaged", "tsv")
+    threads: study.resources("base", "packaged").threads
+    resources:
+        nodes=study.resources("base", "packaged").nodes,
+        gpu=study.resources("base", "packaged").gpus,
+        mem_mb=mem_mb("base", "packaged"),
+        runtime=runtime("base", "packaged"),
+        flags=runtime_of("base", "packaged"),
+    params:
+        flags=flags_of("base", "packaged"),
+        code=study.code("base", "packaged"),
+    message:
+        "Convert packaged model {wildcards.model}"
+    shell:
+        LAUNCH
+        + " -- posttrain.base.packaged {params.flags} {resources.flags} > {log} 2>&1"
+
+
+rule base_hub:
+    input:
+        unpack(inputs_of("base", "hub")),
+    output:
+        manifest=manifest_of("base", "hub"),
+    log:
+        beside("logs", "base", "hub", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "base", "hub", "tsv")
+    threads: study.resources("base", "hub").threads
+    resources:
+        nodes=study.resources("base", "hub").nodes,
+        gpu=study.resources("base", "hub").gpus,
+        mem_mb=mem_mb("base", "hub"),
+        runtime=runtime("base", "hub"),
+        flags=runtime_of("base", "hub"),
+    params:
+        flags=flags_of("base", "hub"),
+        code=study.code("base", "hub"),
+    message:
+        "Fetch hub model {wildcards.model}"
+    shell:
+        LAUNCH + " -- posttrain.base.hub {params.flags} {resources.flags} > {log} 2>&1"

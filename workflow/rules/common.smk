@@ -1,0 +1,135 @@
+"""The study behind the rules, and the helpers that every stage's rules use."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+sys.path.insert(0, str(Path(workflow.basedir).parent / "src"))
+
+from posttrain.core.codes import code_digest
+from posttrain.core.config import canonical
+from posttrain.core.errors import UserError
+from posttrain.study import Study
+
+
+def explained(function, *arguments, **keywords):
+    """Run `function`; what a user can correct becomes one sentence instead of a traceback."""
+    try:
+        return function(*arguments, **keywords)
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
+
+
+def gpu_cap(resource):
+    """Cards that the profile allows at once, or None without a cap."""
+    value = getattr(resource, "value", resource)
+    return value if isinstance(value, int) else None
+
+
+study = explained(Study, config)
+explained(study.check_cap, gpu_cap(workflow.global_resources.get("gpu")))
+explained(study.export_tracking)
+
+ROOT = str(study.root)
+LAUNCH = "python -m posttrain.core.launch --nodes {resources.nodes} --gpus {resources.gpu} --threads {threads}"
+
+
+wildcard_constraints:
+    seed=r"\d+",
+    corpus=r"[a-z0-9_]+",
+    task=r"[a-z0-9_]+",
+    tokenizer=r"[a-z0-9_]+",
+    mix=r"[a-z0-9_]+",
+    model=r"[a-z0-9_]+",
+    arm=r"[a-z0-9_]+",
+    start=r"[a-z0-9_]+",
+    checkpoint=r"[a-z0-9_]+",
+
+
+def manifest_of(stage, method):
+    """Output pattern of a method: results/<tier>/<stage>/<method>/<axis>-<axis>/seed<k>/manifest.json."""
+    variant = "-".join(f"{{{axis}}}" for axis in axes_of(stage, method))
+    return f"{ROOT}/{stage}/{method}/{variant}/seed{{seed}}/manifest.json"
+
+
+def beside(kind, stage, method, ending):
+    """Path of a job's log or benchmark, mirroring its results folder."""
+    variant = "-".join(f"{{{axis}}}" for axis in axes_of(stage, method))
+    return f"{kind}/{study.tier}/{stage}/{method}/{variant}.seed{{seed}}.{ending}"
+
+
+def axes_of(stage, method):
+    from posttrain.study import methods
+
+    return methods(stage)[method].axes
+
+
+def values_of(stage, method, wildcards):
+    return tuple(wildcards[axis] for axis in axes_of(stage, method))
+
+
+def inputs_of(stage, method):
+    """Input function: the manifests that the YAML names for these wildcards."""
+
+    def named(wildcards):
+        return explained(
+            study.inputs,
+            stage,
+            method,
+            values_of(stage, method, wildcards),
+            wildcards.seed,
+        )
+
+    return named
+
+
+def flags_of(stage, method):
+    """Parameter function: every key that may change the result, as flags in canonical form."""
+
+    def words(wildcards, input, output):
+        return explained(
+            study.flags,
+            stage,
+            method,
+            values_of(stage, method, wildcards),
+            int(wildcards.seed),
+            dict(input.items()),
+            output[0],
+        )
+
+    return words
+
+
+def runtime_of(stage, method):
+    """Logging, workers, time limit: passed as a resource, because parameters would cause reruns."""
+
+    def words(wildcards):
+        return explained(
+            study.runtime_flags, stage, method, values_of(stage, method, wildcards)
+        )
+
+    return words
+
+
+def mem_mb(stage, method):
+    """Memory grows with each attempt; the profile decides how many there are."""
+    gigabytes = study.resources(stage, method).mem_gb
+    return lambda wildcards, attempt: int(gigabytes * 1024 * 1.5 ** (attempt - 1))
+
+
+def runtime(stage, method):
+    """Minutes; grows with each attempt."""
+    hours = study.resources(stage, method).hours
+    return lambda wildcards, attempt: int(hours * 60 * attempt)
+
+
+def evaluations(method, only=None):
+    """Evaluation manifests of every seed; `only` keeps (task, checkpoint) pairs."""
+    return sorted(
+        study.path(f"evaluate/{method}/{task}-{checkpoint}", seed)
+        for task, checkpoint in explained(study.evaluations, method)
+        for seed in study.seeds
+        if only is None or only(task, checkpoint)
+    )

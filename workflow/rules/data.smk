@@ -1,0 +1,104 @@
+"""Real text and verifiable tasks."""
+
+
+rule data_corpus:
+    input:
+        unpack(inputs_of("data", "corpus")),
+    output:
+        manifest=manifest_of("data", "corpus"),
+    log:
+        beside("logs", "data", "corpus", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "data", "corpus", "tsv")
+    threads: study.resources("data", "corpus").threads
+    resources:
+        nodes=study.resources("data", "corpus").nodes,
+        gpu=study.resources("data", "corpus").gpus,
+        mem_mb=mem_mb("data", "corpus"),
+        runtime=runtime("data", "corpus"),
+        flags=runtime_of("data", "corpus"),
+    params:
+        flags=flags_of("data", "corpus"),
+        code=study.code("data", "corpus"),
+    message:
+        "Fetch and split real text: {wildcards.corpus}"
+    shell:
+        LAUNCH
+        + " -- posttrain.data.corpus {params.flags} {resources.flags} > {log} 2>&1"
+
+
+rule data_tasks:
+    input:
+        unpack(inputs_of("data", "tasks")),
+    output:
+        manifest=manifest_of("data", "tasks"),
+    log:
+        beside("logs", "data", "tasks", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "data", "tasks", "tsv")
+    threads: study.resources("data", "tasks").threads
+    resources:
+        nodes=study.resources("data", "tasks").nodes,
+        gpu=study.resources("data", "tasks").gpus,
+        mem_mb=mem_mb("data", "tasks"),
+        runtime=runtime("data", "tasks"),
+        flags=runtime_of("data", "tasks"),
+    params:
+        flags=flags_of("data", "tasks"),
+        code=study.code("data", "tasks"),
+    message:
+        "Generate verifiable items: {wildcards.task} (seed {wildcards.seed})"
+    shell:
+        LAUNCH
+        + " -- posttrain.data.tasks {params.flags} {resources.flags} > {log} 2>&1"
+
+
+rule data_tokenizer:
+    input:
+        unpack(inputs_of("data", "tokenizer")),
+    output:
+        manifest=manifest_of("data", "tokenizer"),
+    log:
+        beside("logs", "data", "tokenizer", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "data", "tokenizer", "tsv")
+    threads: study.resources("data", "tokenizer").threads
+    resources:
+        nodes=study.resources("data", "tokenizer").nodes,
+        gpu=study.resources("data", "tokenizer").gpus,
+        mem_mb=mem_mb("data", "tokenizer"),
+        runtime=runtime("data", "tokenizer"),
+        flags=runtime_of("data", "tokenizer"),
+    params:
+        flags=flags_of("data", "tokenizer"),
+        code=study.code("data", "tokenizer"),
+    message:
+        "Build tokenizer: {wildcards.tokenizer}"
+    shell:
+        LAUNCH
+        + " -- posttrain.data.tokenizer {params.flags} {resources.flags} > {log} 2>&1"
+
+
+rule data_mix:
+    input:
+        unpack(inputs_of("data", "mix")),
+    output:
+        manifest=manifest_of("data", "mix"),
+    log:
+        beside("logs", "data", "mix", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "data", "mix", "tsv")
+    threads: study.resources("data", "mix").threads
+    resources:
+        nodes=study.resources("data", "mix").nodes,
+        gpu=study.resources("data", "mix").gpus,
+        mem_mb=mem_mb("data", "mix"),
+        runtime=runtime("data", "mix"),
+        flags=runtime_of("data", "mix"),
+    params:
+        flags=flags_of("data", "mix"),
+        code=study.code("data", "mix"),
+    message:
+        "Tokenise mix: {wildcards.mix} (seed {wildcards.seed})"
+    shell:
+        LAUNCH + " -- posttrain.data.mix {params.flags} {resources.flags} > {log} 2>&1"

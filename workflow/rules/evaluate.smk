@@ -1,0 +1,64 @@
+"""Measurements of checkpoints."""
+
+
+def checkpoint_of(wildcards):
+    """Manifest of the checkpoint that evaluation calls base, sft_<arm>, rl_base or rl_<arm>, or of a named model."""
+    return explained(
+        lambda: study.path(
+            study.checkpoint(wildcards.task, wildcards.checkpoint), wildcards.seed
+        )
+    )
+
+
+rule evaluate_reasoning:
+    input:
+        unpack(inputs_of("evaluate", "reasoning")),
+        model=checkpoint_of,
+    output:
+        manifest=manifest_of("evaluate", "reasoning"),
+    log:
+        beside("logs", "evaluate", "reasoning", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "evaluate", "reasoning", "tsv")
+    threads: study.resources("evaluate", "reasoning").threads
+    resources:
+        nodes=study.resources("evaluate", "reasoning").nodes,
+        gpu=study.resources("evaluate", "reasoning").gpus,
+        mem_mb=mem_mb("evaluate", "reasoning"),
+        runtime=runtime("evaluate", "reasoning"),
+        flags=runtime_of("evaluate", "reasoning"),
+    params:
+        flags=flags_of("evaluate", "reasoning"),
+        code=study.code("evaluate", "reasoning"),
+    message:
+        "Evaluate {wildcards.checkpoint} on {wildcards.task} (seed {wildcards.seed})"
+    shell:
+        LAUNCH
+        + " -- posttrain.evaluate.reasoning {params.flags} {resources.flags} > {log} 2>&1"
+
+
+rule evaluate_retention:
+    input:
+        unpack(inputs_of("evaluate", "retention")),
+        model=checkpoint_of,
+    output:
+        manifest=manifest_of("evaluate", "retention"),
+    log:
+        beside("logs", "evaluate", "retention", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "evaluate", "retention", "tsv")
+    threads: study.resources("evaluate", "retention").threads
+    resources:
+        nodes=study.resources("evaluate", "retention").nodes,
+        gpu=study.resources("evaluate", "retention").gpus,
+        mem_mb=mem_mb("evaluate", "retention"),
+        runtime=runtime("evaluate", "retention"),
+        flags=runtime_of("evaluate", "retention"),
+    params:
+        flags=flags_of("evaluate", "retention"),
+        code=study.code("evaluate", "retention"),
+    message:
+        "Text loss of {wildcards.checkpoint} on {wildcards.task} (seed {wildcards.seed})"
+    shell:
+        LAUNCH
+        + " -- posttrain.evaluate.retention {params.flags} {resources.flags} > {log} 2>&1"

@@ -1,0 +1,35 @@
+"""GRPO from the base and from every SFT arm."""
+
+
+def start_of_rl(wildcards):
+    """The base, or the SFT arm that this run starts from."""
+    name = "base" if wildcards.start == "base" else f"sft_{wildcards.start}"
+    return explained(
+        lambda: study.path(study.checkpoint(wildcards.task, name), wildcards.seed)
+    )
+
+
+rule rl_grpo:
+    input:
+        unpack(inputs_of("rl", "grpo")),
+        start=start_of_rl,
+    output:
+        manifest=manifest_of("rl", "grpo"),
+    log:
+        beside("logs", "rl", "grpo", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "rl", "grpo", "tsv")
+    threads: study.resources("rl", "grpo").threads
+    resources:
+        nodes=study.resources("rl", "grpo").nodes,
+        gpu=study.resources("rl", "grpo").gpus,
+        mem_mb=mem_mb("rl", "grpo"),
+        runtime=runtime("rl", "grpo"),
+        flags=runtime_of("rl", "grpo"),
+    params:
+        flags=flags_of("rl", "grpo"),
+        code=study.code("rl", "grpo"),
+    message:
+        "GRPO on {wildcards.task} from {wildcards.start} (seed {wildcards.seed})"
+    shell:
+        LAUNCH + " -- posttrain.rl.grpo {params.flags} {resources.flags} > {log} 2>&1"

@@ -1,0 +1,78 @@
+"""Stored traces, SFT arms, cost of the weights."""
+
+
+rule sft_traces:
+    input:
+        unpack(inputs_of("sft", "traces")),
+    output:
+        manifest=manifest_of("sft", "traces"),
+    log:
+        beside("logs", "sft", "traces", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "sft", "traces", "tsv")
+    threads: study.resources("sft", "traces").threads
+    resources:
+        nodes=study.resources("sft", "traces").nodes,
+        gpu=study.resources("sft", "traces").gpus,
+        mem_mb=mem_mb("sft", "traces"),
+        runtime=runtime("sft", "traces"),
+        flags=runtime_of("sft", "traces"),
+    params:
+        flags=flags_of("sft", "traces"),
+        code=study.code("sft", "traces"),
+    message:
+        "Store traces with behaviour log-probabilities: {wildcards.task} (seed {wildcards.seed})"
+    shell:
+        LAUNCH
+        + " -- posttrain.sft.traces {params.flags} {resources.flags} > {log} 2>&1"
+
+
+rule sft_train:
+    input:
+        unpack(inputs_of("sft", "train")),
+    output:
+        manifest=manifest_of("sft", "train"),
+    log:
+        beside("logs", "sft", "train", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "sft", "train", "tsv")
+    threads: study.resources("sft", "train").threads
+    resources:
+        nodes=study.resources("sft", "train").nodes,
+        gpu=study.resources("sft", "train").gpus,
+        mem_mb=mem_mb("sft", "train"),
+        runtime=runtime("sft", "train"),
+        flags=runtime_of("sft", "train"),
+    params:
+        flags=flags_of("sft", "train"),
+        code=study.code("sft", "train"),
+    message:
+        "SFT {wildcards.arm} on {wildcards.task} (seed {wildcards.seed})"
+    shell:
+        LAUNCH + " -- posttrain.sft.train {params.flags} {resources.flags} > {log} 2>&1"
+
+
+rule sft_overhead:
+    input:
+        unpack(inputs_of("sft", "overhead")),
+    output:
+        manifest=manifest_of("sft", "overhead"),
+    log:
+        beside("logs", "sft", "overhead", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "sft", "overhead", "tsv")
+    threads: study.resources("sft", "overhead").threads
+    resources:
+        nodes=study.resources("sft", "overhead").nodes,
+        gpu=study.resources("sft", "overhead").gpus,
+        mem_mb=mem_mb("sft", "overhead"),
+        runtime=runtime("sft", "overhead"),
+        flags=runtime_of("sft", "overhead"),
+    params:
+        flags=flags_of("sft", "overhead"),
+        code=study.code("sft", "overhead"),
+    message:
+        "Time PEAR's weights against SFT on {wildcards.task} (seed {wildcards.seed})"
+    shell:
+        LAUNCH
+        + " -- posttrain.sft.overhead {params.flags} {resources.flags} > {log} 2>&1"

@@ -1,0 +1,95 @@
+"""What a user asks for by name: everything, a stage, a method."""
+
+
+localrules:
+    all,
+    data,
+    base,
+    sft,
+    rl,
+    evaluate_all,
+    pear,
+
+
+def of_method(stage, method, seeds=study.seeds):
+    """Manifests of every listed combination of a method's axes."""
+    from itertools import product
+
+    if method not in study.sections[stage]:
+        return []
+    lists = [study.names(stage, method, axis) for axis in axes_of(stage, method)]
+    variants = ["-".join(values) for values in product(*lists)]
+    return sorted(
+        {
+            study.path(f"{stage}/{method}/{variant}", seed)
+            for variant in variants
+            for seed in seeds
+        }
+    )
+
+
+rule all:
+    default_target: True
+    input:
+        rules.claims.output,
+        rules.plots.output,
+        rules.page.output,
+        evaluations("reasoning"),
+        evaluations("retention"),
+    message:
+        "The study is complete: see {rules.page.output.html}"
+
+
+rule data:
+    input:
+        of_method("data", "corpus"),
+        of_method("data", "tasks"),
+        of_method("data", "tokenizer"),
+        of_method("data", "mix"),
+    message:
+        "All data are ready"
+
+
+rule base:
+    input:
+        of_method("base", "scratch"),
+        of_method("base", "packaged"),
+        of_method("base", "hub"),
+    message:
+        "All base models are ready"
+
+
+rule sft:
+    input:
+        of_method("sft", "train"),
+    message:
+        "All SFT arms are trained"
+
+
+rule rl:
+    input:
+        [
+            study.path(f"rl/grpo/{task}-{start}", seed)
+            for task in study.tasks
+            for start in ("base", *study.arms)
+            for seed in study.seeds
+        ],
+    message:
+        "RL has run from the base and from every SFT arm"
+
+
+rule evaluate_all:
+    input:
+        evaluations("reasoning"),
+        evaluations("retention"),
+    message:
+        "Every checkpoint is evaluated"
+
+
+rule pear:
+    input:
+        evaluations("reasoning", lambda task, checkpoint: task in study.tasks),
+        of_method("sft", "overhead"),
+        rules.claims.output,
+    message:
+        "PEAR's comparison is complete: see {rules.claims.output.html}"
