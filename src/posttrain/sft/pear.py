@@ -69,7 +69,7 @@ def log_weights(delta: Tensor, length: Tensor, level: Level, gamma: float, block
     last = (length[:, None] - 1).clamp(min=0)
     end = rank.expand_as(delta) if level == "token" else ((rank // block + 1) * block - 1)
     end = torch.minimum(end, last)
-    return suffix.gather(1, end) + (last - end) * math.log(gamma)
+    return suffix.gather(1, end) + (last - end).to(delta.dtype) * math.log(gamma)  # int64 x float would be float32
 
 
 def weights(
