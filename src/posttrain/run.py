@@ -74,6 +74,22 @@ def warm_server():
             server.wait()
 
 
+def free_stale_lock(words: list[str]) -> None:
+    """Snakemake's lock outlives a killed driver. Free it if no other driver works in this folder."""
+    locks = Path(".snakemake/locks")
+    if not locks.is_dir() or not any(locks.iterdir()):
+        return
+    import psutil
+
+    here = os.getcwd()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.cwd() == here and any("snakemake" in w for w in process.cmdline()[:4]):
+                return
+    print("A driver was killed here; its lock is removed, unfinished jobs resume from their checkpoints.", flush=True)
+    subprocess.run([*words, "--unlock"], capture_output=True, check=False)
+
+
 def show_ledger(path: Path) -> None:
     """The ledger as a table of fixed columns."""
     import csv
@@ -97,6 +113,7 @@ def main() -> int:
     given = parser.parse_args()
     words = [sys.executable, "-m", "snakemake", given.target, "--cores", str(given.cores), "--scheduler", "greedy"]
     words += ["--config", *given.config] if given.config else []
+    free_stale_lock(words)
     progress = Progress()
     tail: list[str] = []
     with contextlib.ExitStack() as stack:

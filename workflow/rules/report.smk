@@ -45,7 +45,7 @@ rule claims:
         root=ROOT,
         seeds=SEEDS,
         arms=ARMS,
-        code=code_digest("posttrain.report.claims"),
+        code=lambda wildcards: code_digest("posttrain.report.claims"),
     message:
         "Write the claims ledger"
     shell:
@@ -79,7 +79,7 @@ rule plots:
         seeds=SEEDS,
         arms=ARMS,
         tasks=canonical(study.tasks),
-        code=code_digest("posttrain.report.plots"),
+        code=lambda wildcards: code_digest("posttrain.report.plots"),
     message:
         "Draw RL curves, rank reversal, weights and retention"
     shell:
@@ -114,7 +114,7 @@ rule page:
         seeds=SEEDS,
         arms=ARMS,
         tasks=canonical(study.tasks),
-        code=code_digest("posttrain.report.page"),
+        code=lambda wildcards: code_digest("posttrain.report.page"),
     message:
         "Write the report page"
     shell:

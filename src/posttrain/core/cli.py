@@ -13,6 +13,8 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 
+from posttrain.core import manifest
+from posttrain.core import locking
 from posttrain.core.config import JobConfig, flag_name, is_scalar, roles, validate
 from posttrain.core.errors import EXIT_TEMPORARY, EXIT_USER_ERROR, TimeLimitReached, UserError, nearest
 
@@ -47,9 +49,10 @@ def parse(config: type[JobConfig], arguments: Sequence[str], module: str) -> Job
         raise UserError(f"{unknown[0]} is not a flag of {module}{nearest(unknown[0], valid)}")
     given = {}
     for name, text in vars(values).items():
-        if text == "null":
+        annotation = config.model_fields[name].annotation
+        if text == "null" and type(None) in typing.get_args(annotation):
             given[name] = None
-        elif is_scalar(config.model_fields[name].annotation):
+        elif is_scalar(annotation):
             given[name] = text
         else:
             try:
@@ -65,13 +68,19 @@ def run(config: type[JobConfig], main: Callable[[JobConfig], None], arguments: S
     job = None
     try:
         job = parse(config, sys.argv[1:] if arguments is None else arguments, module)
+        if job.output.suffix == ".json":
+            manifest.check_address(job)
         try:
             job.folder.mkdir(parents=True, exist_ok=True)
         except (PermissionError, NotADirectoryError, FileExistsError) as error:
             raise UserError(f"{job.folder} cannot be created ({error.strerror}); change its owner or output.") from None
         if not os.access(job.folder, os.W_OK) or _read_only(job.folder):
             raise UserError(f"{job.folder} is not writable; change its owner or permissions, then run again.")
-        main(job)
+        with locking.exclusive(job) as waited:
+            if waited and locking.finished(job):
+                print(f"{job.output} was finished by the other process; nothing is left to do.", flush=True)
+                return 0
+            main(job)
     except UserError as error:
         return _fail(str(error), EXIT_USER_ERROR)
     except TimeLimitReached as reached:

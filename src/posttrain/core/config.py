@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
 from posttrain.core.errors import UserError, nearest
 
@@ -36,6 +36,15 @@ class Model(BaseModel):
     """Frozen, and strict about names: an unknown key is an error, not a silent default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_value_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name].annotation
+        kinds = set(typing.get_args(annotation) or (annotation,))
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("input should be a number, and this is a truth value (as YAML reads yes, no, on and off)")
+        return value
 
 
 class JobConfig(Model):
@@ -77,6 +86,8 @@ _Loader.yaml_implicit_resolvers = {
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict:
     seen: set[str] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node, yaml.ScalarNode):
+            continue  # `<<` is merged below; a list as a key is refused there
         name = loader.construct_object(key_node, deep=True)
         if name in seen:
             raise UserError(
@@ -94,19 +105,24 @@ def read_yaml(path: str | Path) -> Any:
     """Read a YAML file. `1e-5` is a float; a duplicate key or a syntax error is one sentence with its line."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; restore it from git or name another tier.") from None
-    loader = _Loader(text)
-    loader.name = str(path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid YAML (byte {error.start} is not UTF-8); save it as UTF-8.") from None
+    loader = None
     try:
+        loader = _Loader(text)
+        loader.name = str(path)
         return loader.get_single_data() or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UserError(f"{where}: not valid YAML ({getattr(error, 'problem', error)}); correct that line.") from None
+        problem = str(getattr(error, "problem", error)).splitlines()[0]
+        raise UserError(f"{where}: not valid YAML ({problem}); correct that line.") from None
     finally:
-        loader.dispose()
+        if loader:
+            loader.dispose()
 
 
 # --- validation -----------------------------------------------------------------------------------------------
@@ -130,16 +146,22 @@ def explain(error: ValidationError, where: str, model: type[BaseModel]) -> UserE
         options = re.findall(r"'([^']+)'", first["ctx"]["expected"])
         hint = nearest(given, options)
     message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return UserError(f"{full} = {given!r}: {message[0].lower() + message[1:]}{hint}")
+    shown = "" if isinstance(given, dict | BaseModel) else f" = {given!r}"  # a contradiction between keys names them itself
+    return UserError(f"{full}{shown}: {message[0].lower() + message[1:]}{hint}")
 
 
 def _fields_at(model: type[BaseModel], loc: tuple) -> list[str]:
+    is_key = False  # the next part of `loc` is a key of a mapping, not a field
     for part in loc:
-        field = getattr(model, "model_fields", {}).get(part) if isinstance(part, str) else None
-        inner = _inner_model(field.annotation) if field else _inner_model(model)
+        if is_key or isinstance(part, int):
+            is_key = False
+            continue
+        annotation = model.model_fields[part].annotation
+        inner = _inner_model(annotation)
         if inner is None:
             return []
-        model = inner
+        kinds = (annotation, *typing.get_args(annotation))
+        model, is_key = inner, any(typing.get_origin(kind) is dict for kind in kinds)
     return list(model.model_fields)
 
 
@@ -156,7 +178,7 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
 def validate(model: type[BaseModel], values: dict, where: str) -> Any:
     """Build the model or raise a :class:`UserError` that names `where` and the key."""
     try:
-        return model(**values)
+        return model.model_validate(values)
     except ValidationError as error:
         raise explain(error, where, model) from None
 
@@ -219,7 +241,8 @@ def flags(config: JobConfig, only: set[Role] = frozenset({"setting", "input", "o
         if role not in ("output", "seed") and getattr(config, name) == field.get_default(call_default_factory=True):
             continue
         value = dumped[name]
-        words += [flag_name(name), value if isinstance(value, str) else canonical(value)]
+        text = value if isinstance(value, str) else canonical(value)
+        words += [f"{flag_name(name)}={text}"] if text.startswith("-") else [flag_name(name), text]
     return words
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def sample(
         for r, i in enumerate(rows):
             ids[r, width - len(prompts[i]) :] = torch.tensor(prompts[i])
             mask[r, width - len(prompts[i]) :] = 1
-        with torch.inference_mode():
+        with torch.inference_mode(), _own_defaults_off(model):
             out = model.generate(
                 ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=max_new_tokens,
                 num_return_sequences=count, eos_token_id=eos, pad_token_id=pad, **options,
@@ -62,6 +63,18 @@ def sample(
             for s in range(r * count, (r + 1) * count):
                 results[i].append(Sample(responses[s], texts[s], responses[s][-1:] == [eos]))
     return results
+
+
+@contextlib.contextmanager
+def _own_defaults_off(model: PreTrainedModel) -> Iterator[None]:
+    """A hub model brings a repetition penalty, min-p and the like along, which generate() adds to what it is asked for."""
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _cut(ids: list[int], eos: int) -> list[int]:

@@ -59,6 +59,8 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
     cut = list(arguments).index("--")
     own, rest = list(arguments[:cut]), list(arguments[cut + 1 :])
     values = {"nodes": 1, "gpus": 0, "threads": 1}
+    if len(own) % 2:
+        raise SystemExit(f"error: {own[-1]} has no value; {USAGE}")
     for flag, value in zip(own[::2], own[1::2], strict=True):
         name = flag.removeprefix("--")
         if name not in values or not value.isdigit():

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from posttrain.core import config as configs
 from posttrain.core.config import JobConfig, Model
@@ -78,7 +79,7 @@ def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old file or the new one, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "w") as stream:
+        with open(partial, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -108,9 +109,17 @@ def device() -> str:
 def identity(output: Path) -> tuple[str, str, str, int]:
     """(stage, method, variant, seed) from `.../<stage>/<method>/<variant>/seed<k>/manifest.json`."""
     parts = output.parts
-    if len(parts) < 5 or parts[-1] != NAME or not parts[-2].startswith("seed"):
+    if len(parts) < 5 or parts[-1] != NAME or not re.fullmatch("seed[0-9]+", parts[-2]):
         raise UserError(f"--output {output}: give a path that ends in <stage>/<method>/<variant>/seed<k>/{NAME}.")
     return parts[-5], parts[-4], parts[-3], int(parts[-2].removeprefix("seed"))
+
+
+def check_address(job: JobConfig) -> tuple[str, str, str, int]:
+    """Identity of a job's output; its seed must be the job's. Asked before any work, and again by :func:`publish`."""
+    found = identity(job.output)
+    if found[-1] != job.seed:
+        raise UserError(f"--seed {job.seed} and the folder seed{found[-1]} of --output differ; make them the same.")
+    return found
 
 
 def metric(values: Iterable[float]) -> Metric:
@@ -137,9 +146,7 @@ def publish(
 
     `metrics` values may be floats or :class:`Metric`. Raises :class:`UserError` on a metric that is not finite.
     """
-    stage, method, variant, seed = identity(job.output)
-    if seed != job.seed:
-        raise UserError(f"--seed {job.seed} and the folder seed{seed} of --output differ; make them the same.")
+    stage, method, variant, seed = check_address(job)
     measured = {n: v if isinstance(v, Metric) else Metric(value=float(v)) for n, v in sorted(metrics.items())}
     for name, value in measured.items():
         if not math.isfinite(value.value):
@@ -208,14 +215,16 @@ def read(path: str | Path, *, verify: bool = True) -> Manifest:
     """Read and check a manifest: schema, sizes and (up to 1 GiB per file) sha256 of the artifacts beside it."""
     path = Path(path)
     try:
-        result = Manifest(**json.loads(path.read_text()))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        version = found.get("schema_version", SCHEMA_VERSION) if isinstance(found, dict) else SCHEMA_VERSION
+        if version != SCHEMA_VERSION:  # before the rest, which another version may call otherwise
+            raise UserError(f"{path} has schema version {version}, this code reads {SCHEMA_VERSION}; delete and rebuild it.")
+        result = Manifest.model_validate(found)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; build it with `snakemake {path}`.") from None
-    except (json.JSONDecodeError, ValidationError) as error:
+    except ValueError as error:  # broken JSON, broken UTF-8, another schema
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} is not a manifest ({reason}); delete it and run `snakemake {path}`.") from None
-    if result.schema_version != SCHEMA_VERSION:
-        raise UserError(f"{path} has schema version {result.schema_version}, this code reads {SCHEMA_VERSION}; delete and rebuild it.")
     for name, artifact in result.artifacts.items() if verify else ():
         file = path.parent / name
         if not file.is_file():

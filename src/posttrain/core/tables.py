@@ -18,7 +18,11 @@ def write(rows: Sequence[dict[str, Any]] | pyarrow.Table, path: Path) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows))
+    if isinstance(rows, pa.Table):
+        table = rows
+    else:  # Table.from_pylist would silently drop the columns that the first row lacks
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         pq.write_table(table, partial)
@@ -38,7 +42,8 @@ def read(path: Path, columns: Sequence[str] | None = None, filters: Any = None) 
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; rebuild the job that writes it.") from None
     except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({error}); delete it and rebuild the job that writes it.") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is not a readable parquet file ({reason}); delete it and rebuild its job.") from None
     if not rows:
         raise UserError(f"{path} has no rows{' for ' + str(filters) if filters else ''}; check the sizes in the data configuration.")
     return rows

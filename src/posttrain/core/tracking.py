@@ -92,8 +92,8 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Forget local lines after `step`: a resumed attempt writes them again."""
         if self.rank0 and self.path.exists():
-            kept = [line for line in self.path.read_text().splitlines() if line and json.loads(line)["step"] <= step]
-            self.path.write_text("".join(line + "\n" for line in kept))
+            kept = [row for row in read_history(self.path) if row["step"] <= step]
+            self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         if self.run:
@@ -102,5 +102,10 @@ class Tracker:
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
-    """The rows of history.jsonl, in step order."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    """The rows of history.jsonl, in step order. A last line that a kill or a full disk cut short is left out."""
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in lines[:-1]]
+    try:
+        return rows + [json.loads(line) for line in lines[-1:]]
+    except json.JSONDecodeError:
+        return rows

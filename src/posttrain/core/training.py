@@ -116,7 +116,8 @@ def checkpoint_folder(job: JobConfig) -> Path:
 
 def seal(folder: Path) -> None:
     """Mark a checkpoint as complete: sizes and digests of its files, written last."""
-    files = {str(f.relative_to(folder)): [f.stat().st_size, manifest.sha256(f)] for f in sorted(folder.rglob("*")) if f.is_file()}
+    found = [f for f in sorted(folder.rglob("*")) if f.is_file() and f != folder / MARKER]  # an old marker is replaced
+    files = {str(f.relative_to(folder)): [f.stat().st_size, manifest.sha256(f)] for f in found}
     manifest.write_atomically(folder / MARKER, json.dumps(files))
 
 
@@ -124,7 +125,9 @@ def damage(folder: Path) -> str | None:
     """Why a checkpoint cannot be used, or None if it is whole."""
     try:
         files = json.loads((folder / MARKER).read_text())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
+        files = None
+    if not files or not isinstance(files, dict):
         return "it was not finished"
     for name, (size, digest) in files.items():
         file = folder / name
@@ -182,7 +185,7 @@ def train(trainer: Any, job: TrainingConfig, tracker: Tracker, callback: Any) ->
     folder = checkpoint_folder(job)
     for other in folder.parent.glob("*") if folder.parent.is_dir() else ():
         if other != folder:
-            shutil.rmtree(other)
+            shutil.rmtree(other, ignore_errors=True)  # every rank comes here
     resume = newest_complete(folder)
     start = int(resume.name.rpartition("-")[2]) if resume else 0
     tracker.rewind(start)

@@ -24,15 +24,21 @@ LAZY = {"transformers": ("Trainer", "LlamaForCausalLM", "LlamaConfig", "PreTrain
 
 
 def request(address: str, module: str, flags: Sequence[str]) -> int | None:
-    """Run one module in a forked child. Returns its exit code, or None if no server answers (run it yourself)."""
+    """Run one module in a forked child. Returns its exit code, or None if no server takes it (run it yourself)."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(address)
     except OSError:
         return None
     message = json.dumps({"module": module, "flags": list(flags), "env": dict(os.environ), "cwd": os.getcwd()}).encode()
-    socket.send_fds(connection, [struct.pack("!I", len(message))], [0, 1, 2])
-    connection.sendall(message)
+    try:
+        socket.send_fds(connection, [struct.pack("!I", len(message))], [0, 1, 2])
+        connection.sendall(message)
+        started = connection.recv(1)
+    except OSError:
+        started = b""
+    if not started:  # the server died before it took the job over
+        return None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(128 + signal.SIGTERM))  # closing the socket ends the child
     answer = connection.recv(4)
@@ -84,6 +90,7 @@ def _supervise(connection: socket.socket) -> None:
             os._exit(1)
         data += part
     job = json.loads(data)
+    connection.sendall(b"+")  # from here on the job is ours
     worker = os.fork()
     if worker == 0:
         connection.close()
@@ -125,6 +132,8 @@ def _work(job: dict, descriptors: list[int]) -> None:
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if ended.code is not None and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)  # as Python itself does
     except BaseException:  # noqa: BLE001 - the child must report whatever ended the job
         traceback.print_exc()
     finally:

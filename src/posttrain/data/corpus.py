@@ -37,7 +37,7 @@ class Config(JobConfig):
 def scenes(text: str) -> list[str]:
     """Split a play in markdown at its act and scene headings; markup is removed, speakers stay as 'NAME.' lines."""
     parts = re.split(r"(?m)^#{2,3} .*$", text)
-    cleaned = [re.sub(r"\n{3,}", "\n\n", re.sub(r"[*_#>]|^---$", "", part)).strip() for part in parts]
+    cleaned = [re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)[*_#>]|^---$", "", part)).strip() for part in parts]
     return [part for part in cleaned if len(part) > 200]
 
 
@@ -90,7 +90,8 @@ def main(job: Config) -> None:
     for split in SPLITS:
         part = [row for row in kept if row["split"] == split]
         if not part:
-            raise UserError(f"split {split} of the corpus is empty; raise {split}_share or max_overlap.")
+            remedy = "lower validation_share and test_share" if split == "train" else f"raise {split}_share or max_overlap"
+            raise UserError(f"split {split} of the corpus is empty; {remedy}.")
         metrics[f"documents/{split}"] = len(part)
         metrics[f"characters/{split}"] = sum(len(row["text"]) for row in part)
         card["splits"][split] = {n: sum(row["source"] == n for row in part) for n in sorted(job.sources)}

@@ -40,7 +40,7 @@ def characters(alphabet: str) -> Tokenizer:
 
     vocabulary = {symbol: i for i, symbol in enumerate([PAD, EOS, *dict.fromkeys(alphabet)])}
     result = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    result.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    result.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # "." leaves line feeds together
     result.decoder = decoders.Fuse()
     return result
 

@@ -63,20 +63,11 @@ def kl_to_start(model, start, tokenizer, prompts: list[list[int]], job: Config) 
     return manifest.metric(values)
 
 
-def main(job: Config) -> None:
-    determinism.setup(job.seed)
+def make_trainer(job: Config, items: list[dict], tokenizer, callbacks: list, rollouts: list[dict]):
+    """TRL's GRPOTrainer with this recipe. items: rows {prompt, answer}; rollouts receives the latest completions."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    manifest.read(job.task)
-    folder = models.model_folder(job.start)
-    tokenizer = models.load_tokenizer(job.start)
-    tokenizer.padding_side = "left"
-    items = tables.read(job.task.parent / "items.parquet", ["prompt", "answer"], [("split", "=", "train")])[: job.prompts]
-    data = Dataset.from_list([{"prompt": chat.prompt_messages(i["prompt"]), "answer": i["answer"]} for i in items])
-    tracker = Tracker(job)
-    callback = make_callback(job, tracker)
-    rollouts: list[dict] = []
     options = {
         "num_generations": job.generations,
         "max_completion_length": job.max_new_tokens,
@@ -90,14 +81,26 @@ def main(job: Config) -> None:
         "shuffle_dataset": True,
         "model_init_kwargs": {"dtype": "float32", "trust_remote_code": False},
     }
-    trainer = GRPOTrainer(
-        model=str(folder),  # a path: with beta > 0 TRL loads the reference from the same place
+    return GRPOTrainer(
+        model=str(models.model_folder(job.start)),  # a path: with beta > 0 TRL loads the reference from the same place
         reward_funcs=exact_answer(job.answer_style, rollouts),
         args=GRPOConfig(**arguments(job, **options)),
-        train_dataset=data,
+        train_dataset=Dataset.from_list([{"prompt": chat.prompt_messages(i["prompt"]), "answer": i["answer"]} for i in items]),
         processing_class=tokenizer,
-        callbacks=[callback],
+        callbacks=callbacks,
     )
+
+
+def main(job: Config) -> None:
+    determinism.setup(job.seed)
+    manifest.read(job.task)
+    tokenizer = models.load_tokenizer(job.start)
+    tokenizer.padding_side = "left"
+    items = tables.read(job.task.parent / "items.parquet", ["prompt", "answer"], [("split", "=", "train")])[: job.prompts]
+    tracker = Tracker(job)
+    callback = make_callback(job, tracker)
+    rollouts: list[dict] = []
+    trainer = make_trainer(job, items, tokenizer, [callback], rollouts)
     train(trainer, job, tracker, callback)
     model = trainer.accelerator.unwrap_model(trainer.model)
     history = read_history(tracker.path)
