@@ -10,6 +10,7 @@ import functools
 import importlib
 import itertools
 import os
+import re
 import shlex
 import typing
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ from posttrain.core.manifest import NAME
 from posttrain.core.methods import Method, Resources
 
 STAGES = ("data", "base", "sft", "rl", "evaluate", "report")
+REVISIONS = "revisions.yaml"  # of a tier: {hub repo: commit}, written by `make pin`, fills a revision that a block leaves out
 
 
 class Tracking(Model):
@@ -90,6 +92,15 @@ def stage_model(stage: str) -> type[Model]:
     return create_model(f"{stage}_file", __base__=Model, **sections)
 
 
+def read_revisions(path: Path) -> dict[str, str]:
+    """{hub repo: commit} of a tier; empty if nothing was pinned yet."""
+    found = configs.read_yaml(path) if path.is_file() else {}
+    for repo, commit in found.items() if isinstance(found, dict) else [(path.name, found)]:
+        if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{40}", commit):
+            raise UserError(f"{path}: {repo} = {commit!r} is not a commit of 40 hex digits; delete that line and run `make pin`.")
+    return found
+
+
 class Study:
     """One tier with its seeds. `values` is the merged content of configs/config.yaml and --config."""
 
@@ -100,6 +111,7 @@ class Study:
         if not self.folder.is_dir():
             tiers = [p.name for p in folder.iterdir() if p.is_dir() and p.name not in ("deepspeed", "schema")]
             raise UserError(f"tier = {self.tier!r}: the folder {self.folder} does not exist{nearest(self.tier, tiers)}")
+        self.revisions = read_revisions(self.folder / REVISIONS)
         self.sections = {stage: self._read(stage) for stage in STAGES}
         for stage in STAGES:
             for method in self.sections[stage]:
@@ -135,6 +147,8 @@ class Study:
             elif axis not in methods(stage)[method].open:
                 where = f"{self.folder / stage}.yaml: {method}.{axis}"
                 raise UserError(f"{where} has no entry '{value}'{nearest(value, blocks)}")
+        if result.get("repo") in self.revisions and result.get("revision") is None:
+            result["revision"] = self.revisions[result["repo"]]
         return result
 
     def _check(self, stage: str, method: str) -> None:

@@ -129,8 +129,12 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def explain(error: ValidationError, where: str, model: type[BaseModel]) -> UserError:
-    """Turn the first pydantic error into one sentence that names the key and the nearest valid one."""
-    first = error.errors()[0]
+    """Turn the first pydantic error into one sentence that names the key and the nearest valid one.
+
+    An unknown key goes first: a misspelt required key is both unknown and missing.
+    """
+    errors = error.errors()
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     location = ".".join(str(part) for part in first["loc"])
     full = f"{where}: {location}" if location else where
     if first["type"] == "extra_forbidden":
