@@ -27,7 +27,7 @@ def repositories(study: Study) -> dict[str, tuple[str, str | None]]:
     for stage, method, axis, kind in SOURCES:
         for name in study.names(stage, method, axis):
             job = study.config(stage, method, (name,), seed=0, inputs={}, placeholder=True)
-            if job.repo is not None:
+            if job.repo is not None and (job.revision is None or job.repo not in found):
                 found[job.repo] = (kind, job.revision)
     return found
 
@@ -38,7 +38,9 @@ def commit(api: Any, repo: str, kind: str) -> str:
         found = api.repo_info(repo, repo_type=kind).sha
     except Exception as error:  # the hub's client changes its transport, and errors of transport have no common base
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"the hub did not say which commit {kind} {repo} has ({reason}); check the id, access rights (`hf auth login`) and network.") from None
+        raise UserError(
+            f"the hub did not tell the commit of {kind} {repo} ({reason}); check the id, access (`hf auth login`) and network."
+        ) from None
     if not found:
         raise UserError(f"the hub names no commit for {kind} {repo}; set its revision by hand.")
     return found
@@ -82,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if new:
         print(f"Wrote {study.folder / REVISIONS}; commit it.")
     else:
-        print(f"Nothing to pin in {study.folder}: {f'all {len(known)} hub repositories have a revision' if known else 'it names no hub repository'}.")
+        state = f"all {len(known)} hub repositories have a revision" if known else "it names no hub repository"
+        print(f"Nothing to pin in {study.folder}: {state}.")
     return 0
 
 

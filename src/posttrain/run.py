@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -18,7 +19,6 @@ import time
 from pathlib import Path
 
 STEPS = re.compile(r"^(\d+) of (\d+) steps")
-JOB = re.compile(r"^(?:local)?(?:rule|job|Job)\b ?\w*:? ?(.*)$")
 
 
 def clock(seconds: float) -> str:
@@ -90,6 +90,14 @@ def free_stale_lock(words: list[str]) -> None:
     subprocess.run([*words, "--unlock"], capture_output=True, check=False)
 
 
+def record(progress: Progress, cores: int, *, warm: bool) -> None:
+    """Keep how long the run took, for `make bench`."""
+    path = Path("benchmarks/jobs/last_run.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    took = {"started": progress.start, "seconds": time.time() - progress.start, "jobs": progress.done, "cores": cores, "warm": warm}
+    path.write_text(json.dumps(took) + "\n")
+
+
 def show_ledger(path: Path) -> None:
     """The ledger as a table of fixed columns."""
     import csv
@@ -130,6 +138,8 @@ def main() -> int:
             run.send_signal(signal.SIGINT)
             code = run.wait()
     print()
+    if progress.done:
+        record(progress, given.cores, warm=not given.cold)
     if code:
         print("".join(tail[-60:]), file=sys.stderr)
         print("The run stopped; finished jobs are kept. Correct what the message names and run the same command again.", file=sys.stderr)

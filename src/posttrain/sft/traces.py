@@ -169,6 +169,8 @@ def main(job: Config) -> None:
     tables.write(rows, file)
     metrics = {f"traces/{split}": len(part) for split, part in splits.items()}
     metrics["correct"] = manifest.metric([row["correct"] for row in rows])
+    if job.source == "teacher":
+        metrics["kept_share"] = len(rows) / (job.train + job.validation)
     metrics["logp_beta_per_trace"] = manifest.metric([sum(row["logp_beta"]) for row in rows])
     metrics["response_tokens"] = manifest.metric([len(row["response_ids"]) for row in rows])
     manifest.publish(job, metrics, [file], card={"examples": [row["response"] for row in rows[:3]]})

@@ -1,0 +1,115 @@
+"""`make bench`: measure what the project promises about its own cost; writes benchmarks/results.json.
+
+Each figure is a ratio taken within one run, so that it holds on another machine. Needs the finished tiny tier
+(`make run`) for a model and traces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from posttrain.core import manifest
+
+RESULTS = Path("results/tiny")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_THREADS": "1"}
+
+
+def seconds(words: list[str], repeats: int) -> float:
+    """Median wall time of a command."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        subprocess.run(words, check=True, capture_output=True, env=ENVIRONMENT)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def help_time() -> dict:
+    """(a) --help of the SFT module over an empty interpreter."""
+    bare = seconds([sys.executable, "-c", "pass"], 15)
+    ours = seconds([sys.executable, "-m", "posttrain.sft.train", "--help"], 15)
+    pydantic = seconds([sys.executable, "-c", "import pydantic; pydantic.BaseModel"], 15)
+    measured = f"{ours / bare:.1f}x ({ours * 1000:.0f} ms; importing pydantic alone {pydantic / bare:.1f}x)"
+    return {"what": "`python -m posttrain.sft.train --help` over `python -c pass`", "ratio": ours / bare, "measured": measured, "goal": "<= 5x"}
+
+
+def trainer_time() -> dict:
+    """(b) a step of the SFT trainer over a bare PyTorch loop on the same model and batches."""
+    import torch
+
+    from posttrain.core import determinism, models, tables
+    from posttrain.sft import train
+
+    determinism.setup(0)
+    start = RESULTS / "base/scratch/student/seed0/manifest.json"
+    stored = RESULTS / "sft/traces/addition/seed0/manifest.json"
+    tokenizer = models.load_tokenizer(start)
+    rows = [train.example(r, 512) for r in tables.read(stored.parent / "traces.parquet", None, [("split", "=", "train")])]
+    job = train.Config(output=Path("/nonexistent/sft/train/b/seed0/manifest.json"), start=start, traces=stored, steps=40, batch_size=64)
+    ratios = []
+    for _ in range(3):
+        model = models.load(start)
+        began = time.perf_counter()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+        for step in range(40):
+            batch = train.collate([rows[i] for i in order[step * 64 : (step + 1) * 64]], tokenizer.pad_token_id)
+            out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+            labels = batch["labels"][:, 1:]
+            mask = labels != -100
+            torch.nn.functional.cross_entropy(out.logits[:, :-1][mask].float(), labels[mask]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        bare = time.perf_counter() - began
+        model = models.load(start)
+        trainer = train.make_trainer(model, job, rows, tokenizer.pad_token_id, [])
+        began = time.perf_counter()
+        trainer.train()
+        ratios.append((time.perf_counter() - began) / bare)
+    ratio = statistics.median(ratios)
+    return {"what": "40 SFT steps through the trainer over a bare PyTorch loop", "ratio": ratio, "measured": f"{ratio:.2f}x", "goal": "<= 1.3x"}
+
+
+def outside_share() -> dict:
+    """(c) share of the two cores' time that a study spends outside model work, from the last `make run`."""
+    state = json.loads(Path("benchmarks/jobs/last_run.json").read_text())
+    inside = sum(json.loads(p.read_text())["wall_seconds"] for p in RESULTS.rglob("provenance.json") if p.stat().st_mtime >= state["started"])
+    share = 1 - inside / (state["seconds"] * state["cores"])
+    measured = f"{share:.0%} of {state['cores']} x {state['seconds']:.0f} s ({state['jobs']} jobs, {'warm' if state['warm'] else 'cold'})"
+    return {"what": "share of `make run` outside jobs' own work, idle cores included", "ratio": share, "measured": measured, "goal": "<= 15 %"}
+
+
+def dry_run_time() -> list[dict]:
+    """(d) planning the whole DAG."""
+    found = []
+    for tier in ("tiny", "paper"):
+        took = seconds([sys.executable, "-m", "snakemake", "-n", "all", "--cores", "2", "--forceall", "--config", f"tier={tier}"], 3)
+        found.append({"what": f"dry run of the {tier} tier, every job", "ratio": took, "measured": f"{took:.1f} s", "goal": "<= 5 s"})
+    return found
+
+
+def pear_time() -> dict:
+    """(e) a PEAR step over a plain SFT step (medians of the overhead job)."""
+    found = manifest.read(RESULTS / "sft/overhead/addition/seed0/manifest.json").metrics
+    worst = max(value.value for value in found.values())
+    measured = ", ".join(f"{name.removeprefix('ratio/pear_')} {value.value:.3f}x" for name, value in sorted(found.items()))
+    return {"what": "step time of PEAR over SFT, same batches", "ratio": worst, "measured": measured, "goal": "<= 1.05x"}
+
+
+def main() -> None:
+    entries = [help_time(), trainer_time(), outside_share(), *dry_run_time(), pear_time()]
+    found = {"command": "make bench", "packages": manifest.packages(), "cores": len(os.sched_getaffinity(0)), "entries": entries}
+    Path("benchmarks/results.json").write_text(json.dumps(found, indent=1) + "\n")
+    for entry in entries:
+        print(f"{entry['what']}: {entry['measured']} (goal {entry['goal']})")
+
+
+if __name__ == "__main__":
+    main()

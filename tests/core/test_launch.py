@@ -1,0 +1,109 @@
+"""From an allocation to an argument vector."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.core import launch
+
+FLAGS = ["--clip-delta", "[-1,0.5]", "--text", "a 'b' $HOME \"c\"", "--x=-1"]
+
+
+def test_one_process():
+    for gpus in (0, 1):
+        assert launch.command("posttrain.sft.train", FLAGS, gpus=gpus) == ["python", "-m", "posttrain.sft.train", *FLAGS]
+
+
+def test_torchrun_on_one_node():
+    found = launch.command("m.n", ["--a", "1"], gpus=4, python="/x/python")
+    assert found == ["/x/python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "m.n", "--a", "1"]
+
+
+def test_srun_geometry():
+    found = launch.command("m.n", [], nodes=3, gpus=2, threads=8, job_id="41234")
+    assert found[:6] == ["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--gpus-per-node=2"]
+    assert found[6:8] == ["bash", "-c"] and len(found) == 9
+    assert "--gpus-per-node" not in " ".join(launch.command("m.n", [], nodes=2, gpus=0, threads=8))
+
+
+def test_rendezvous_port_is_the_jobs_own_and_valid():
+    def port(job_id):
+        script = launch.command("m", [], nodes=2, gpus=1, job_id=job_id)[-1]
+        return int(script.partition("--rdzv-endpoint=$head:")[2].split()[0])
+
+    assert port("1") != port("2") and port("7") == port("7")
+    assert all(20000 <= port(j) < 40000 for j in (None, "0", "19999", "20000", "99999999"))
+
+
+def test_script_on_a_node_keeps_every_word(tmp_path):
+    """The script is run by a real bash, with stand-ins for scontrol and python."""
+    for name, body in (("scontrol", 'echo "$3-1"; echo "$3-2"'), ("python", 'for word in "$@"; do printf "%s\\n" "$word"; done')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    words = launch.command("m.n", FLAGS, nodes=2, gpus=4, threads=8, job_id="77")
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu"}
+    shown = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == [
+        "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-id=77",
+        "--rdzv-endpoint=gpu-1:20077", "-m", "m.n", *FLAGS,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(0, 0), (-1, 1), (1, -1)])
+def test_impossible_geometry(nodes, gpus):
+    with pytest.raises(ValueError, match="nodes must be at least 1"):
+        launch.command("m", [], nodes=nodes, gpus=gpus)
+
+
+@pytest.mark.parametrize(("threads", "gpus", "share"), [(2, 0, "2"), (8, 1, "8"), (8, 4, "2"), (3, 4, "1"), (0, 0, "1"), (7, 2, "3")])
+def test_threads_per_process_never_exceed_the_allocation(threads, gpus, share):
+    found = launch.environment(threads, gpus)
+    assert {found[name] for name in launch.THREAD_VARIABLES} == {share} and found["TOKENIZERS_PARALLELISM"] == "false"
+    assert {"OMP_NUM_THREADS", "POSTTRAIN_THREADS"} <= set(found)
+
+
+def test_parse():
+    values, rest = launch.parse(["--nodes", "2", "--threads", "4", "--", "m.n", "--gpus", "x", "--", "y"])
+    assert values == {"nodes": 2, "gpus": 0, "threads": 4} and rest == ["m.n", "--gpus", "x", "--", "y"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["m.n"], ["--"], ["--nodes", "--", "m"], ["--nodes", "two", "--", "m"], ["--nodes", "-1", "--", "m"], ["--gpu", "1", "--", "m"],
+     ["--nodes", "1", "extra", "--", "m"]],
+)  # fmt: skip
+def test_wrong_launcher_flags_are_a_sentence(words):
+    with pytest.raises(SystemExit) as caught:
+        launch.parse(words)
+    assert "usage: python -m posttrain.core.launch" in str(caught.value)
+
+
+@pytest.fixture
+def job(tmp_path) -> Path:
+    (tmp_path / "probe.py").write_text(
+        "import os, sys, json\nprint(json.dumps([sys.argv[1:], os.environ['OMP_NUM_THREADS'], os.getcwd()]))\nsys.exit(int(sys.argv[1]))\n"
+    )
+    return tmp_path
+
+
+def test_the_line_that_is_shown_is_what_runs(job):
+    words = ["7", *FLAGS]
+    command = [sys.executable, "-m", "posttrain.core.launch", "--threads", "2", "--", "probe", *words]
+    first = subprocess.run(command, cwd=job, capture_output=True, text=True, check=False)
+    line, _, result = first.stdout.partition("\n")
+    assert first.returncode == 7 and shlex.split(line) == ["python", "-m", "probe", *words] and not first.stderr
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    again = subprocess.run(["bash", "-c", line], cwd=job, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True, check=False)
+    assert again.returncode == 7 and again.stdout == result
+    assert result == f'[{__import__("json").dumps(words)}, "2", "{job}"]\n'
+
+
+def test_launcher_needs_the_standard_library_alone():
+    code = "import sys, posttrain.core.launch; print([m for m in ('pydantic', 'yaml', 'numpy', 'torch') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
