@@ -22,7 +22,8 @@ activations (one micro-batch of s sequences)
   block = s T (6h + 2q + 2k + 4i) w; all blocks: L block, or with gradient checkpointing L s T h w + block
   logits = 4 s T V w + 2 min(s T, 4096) 4 V: model output, response rows, both gradients; float32 rows of one chunk
   ZeRO 3: + 2 min(N, stage3_max_live_parameters) for parameters that are gathered
-  jobs that do not train: logits of one micro-batch, 2 s T V w (scoring: one longest sequence)
+  jobs that do not train: logits of one micro-batch, 2 s T V w
+  assumed: scoring of traces and validation hold the logits of one longest sequence at a time
 KV cache = 2 L k w s T: rollouts or samples at once; GRPO: at least its KL estimate, with the start's 4 N bytes
 engine = the share of the card that vLLM takes in the trainer's process
 peak = parameters + gradients + optimizer + engine + max(activations, KV cache): a trainer generates and trains in turn

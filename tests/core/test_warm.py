@@ -213,14 +213,14 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path):
     starter = (
         "import subprocess, sys\n"
         "*words, writer = sys.argv[1:]\n"
-        "child = subprocess.Popen([sys.executable, '-c', *words], stdout=subprocess.PIPE, pass_fds=[int(writer)])\n"
+        "child = subprocess.Popen([sys.executable, '-c', *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[int(writer)])\n"
         "child.stdout.readline()\nprint(child.pid)\n"
     )
     reader, writer = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "announce.py").write_text("print('listening', flush=True)\n")
         words = [sys.executable, "-c", starter, SERVER, f"{folder}/s", folder, str(writer)]
-        pid = int(subprocess.run(words, pass_fds=[writer], check=True, capture_output=True, text=True).stdout)
+        pid = int(subprocess.run(words, pass_fds=[writer], check=True, stdout=subprocess.PIPE, text=True).stdout)
         os.close(writer)
         gone = select.select([reader], [], [], 10)[0]  # readable when the last holder of the other end, the server, is gone
         if not gone:

@@ -32,7 +32,6 @@ def main(job: Config) -> None:
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
-    tokenizer.padding_side = "left"
     files = models.save(plain, tokenizer, job.folder)
     card = {"licence": job.wheel.licence, "source": f"{job.wheel.package} {job.wheel.version}: {job.member}"}
     manifest.publish(job, {"parameters": plain.num_parameters()}, files, card=card)

@@ -1,0 +1,93 @@
+"""Base models: the packaged conversion, the hub with a local fake, deterministic training from scratch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from posttrain.base import hub, packaged, scratch
+from posttrain.core import manifest, models
+from posttrain.core.errors import UserError
+from posttrain.core.models import Shape
+
+
+def output(tmp_path, method):
+    path = tmp_path / "base" / method / "m" / "seed0" / "manifest.json"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_scratch_is_deterministic_and_follows_the_seed(world, tmp_path):
+    def digest(name, seed):
+        path = tmp_path / name / "base/scratch/m" / f"seed{seed}" / "manifest.json"
+        path.parent.mkdir(parents=True)
+        shape = Shape(hidden=16, layers=1, heads=2, intermediate=32, context=64)
+        scratch.main(scratch.Config(output=path, seed=seed, shape=shape, length=32, steps=3, batch_size=4, mix=world.mix, tokenizer=world.tokenizer))
+        return manifest.read(path).artifacts["model/model.safetensors"].sha256
+
+    assert digest("a", 0) == digest("b", 0) != digest("c", 1)
+
+
+def test_shape_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="hidden 30 is not a multiple of heads 4"):
+        Shape(hidden=30, heads=4)
+
+
+def test_hub_download_with_a_local_fake(world, tmp_path, monkeypatch):
+    """The pinned revision is asked for, weights and tokenizer arrive and load; nothing but data files is requested."""
+    asked = {}
+
+    def fake(repo, *, revision, local_dir, allow_patterns):
+        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+        shutil.copytree(world.base.parent / "model", local_dir)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
+    job = hub.Config(output=output(tmp_path, "hub"), repo="owner/name", revision="a" * 40)
+    hub.main(job)
+    assert asked["repo"] == "owner/name" and asked["revision"] == "a" * 40
+    assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in asked["patterns"])
+    assert models.load(job.output).num_parameters() > 0
+    assert manifest.read(job.output).card == {"repo": "owner/name", "revision": "a" * 40}
+
+
+def test_hub_errors_name_repo_and_remedy(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="owner/name has no revision; run `make pin`"):
+        hub.main(hub.Config(output=output(tmp_path / "a", "hub"), repo="owner/name"))
+
+    def offline(*_, **__):
+        raise OSError("network is unreachable\nmore")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(UserError, match=r"owner/name@aaaaaaaa could not be fetched \(network is unreachable\)"):
+        hub.main(hub.Config(output=output(tmp_path / "b", "hub"), repo="owner/name", revision="a" * 40))
+
+    def pickled(repo, *, local_dir, **_):
+        Path(local_dir).mkdir(parents=True)
+        (Path(local_dir) / "config.json").write_text(json.dumps({}))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", pickled)
+    with pytest.raises(UserError, match="no safetensors weights"):
+        hub.main(hub.Config(output=output(tmp_path / "c", "hub"), repo="owner/name", revision="a" * 40))
+
+
+@pytest.mark.slow
+def test_packaged_smollm2_is_a_working_model(tmp_path, monkeypatch):
+    """The real wheel: 134.5 M parameters, float32 safetensors, a chat template, and text that is likely under it."""
+    import torch
+
+    from posttrain.study import Study
+
+    study = Study({"tier": "tiny"})
+    job = study.config("base", "packaged", ("smollm2",), seed=0, inputs={}, output=str(output(tmp_path, "packaged")))
+    packaged.main(job)
+    model, tokenizer = models.load(job.output), models.load_tokenizer(job.output)
+    assert model.num_parameters() == 134_515_008 and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert tokenizer.chat_template
+    ids = tokenizer("The capital of France is Paris. The capital of Italy is", return_tensors="pt")
+    with torch.inference_mode():
+        assert tokenizer.decode(model(**ids).logits[0, -1].argmax()).strip() == "Rome"
+    found = manifest.read(job.output)
+    assert found.card["licence"] == "Apache-2.0" and "model/model.safetensors" in found.artifacts

@@ -1,0 +1,129 @@
+"""Verdicts and rows of the ledger, on numbers that are known."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.core import manifest, tables
+from posttrain.core.errors import UserError
+from posttrain.core.stats import Interval
+from posttrain.report import claims
+from posttrain.report.ledger import COLUMNS, VERDICTS, judge, judge_bound, read_claims
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        ((0.20, 0.10, 0.30), "replicated"),
+        ((0.06, 0.01, 0.11), "replicated"),
+        ((0.03, 0.01, 0.06), "inconclusive"),  # above zero, but the estimate is below what counts
+        ((0.01, -0.02, 0.04), "contradicted"),  # a tight null: 0.05 is excluded
+        ((0.03, -0.05, 0.11), "inconclusive"),
+        ((-0.20, -0.30, -0.10), "contradicted"),
+        ((0.0, 0.0, 0.0), "contradicted"),
+    ],
+)
+def test_verdict(interval, expected):
+    found = judge(Interval(*interval), 0.05, seeds=1)
+    assert found.verdict == expected and found.verdict in VERDICTS
+    assert "one seed" in found.reason and "3 seeds" in judge(Interval(*interval), 0.05, seeds=3).reason
+
+
+def test_verdict_on_a_bound():
+    assert judge_bound(Interval(1.01, 0.99, 1.04), 1.05, 1).verdict == "replicated"
+    assert judge_bound(Interval(1.10, 1.06, 1.20), 1.05, 1).verdict == "contradicted"
+    assert judge_bound(Interval(1.04, 1.00, 1.08), 1.05, 1).verdict == "inconclusive"
+
+
+def test_shipped_claims_are_complete():
+    found = read_claims(ROOT / "configs/claims.yaml")
+    assert {"difference", "rank", "overhead", "not_testable"} == {claim.kind for claim in found["pear"].values()}
+    assert all(claim.source and claim.paper_value for claim in found["pear"].values())
+
+
+def test_a_claim_without_its_arms_is_refused(tmp_path):
+    path = tmp_path / "claims.yaml"
+    path.write_text("pear:\n  x: {statement: s, paper_value: p, source: q, kind: difference, task: t, arm: a, scope: z}\n")
+    with pytest.raises(UserError, match=r"pear\.x.*kind: difference needs baseline; add it"):
+        read_claims(path)
+
+
+ARMS = ("sft", "good", "better")
+SKILL = {"rl_sft": 4, "rl_good": 8, "rl_better": 12, "sft_sft": 12, "sft_good": 8, "sft_better": 4}
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    """Three seeds; after RL the order of the arms is the reverse of the SFT order, on both scores."""
+    from posttrain.data.tokenizer import Config
+
+    root, rng = tmp_path / "results/t", np.random.default_rng(0)
+
+    def publish(reference, seed, rows, name):
+        path = root / reference / f"seed{seed}" / manifest.NAME
+        path.parent.mkdir(parents=True)
+        manifest.publish(Config(output=path, seed=seed, kind="characters", alphabet="a"), {}, [tables.write(rows, path.parent / name)])
+
+    for seed in (0, 1, 2):
+        for checkpoint, skill in SKILL.items():
+            rows = [{"id": str(i), "n": 16, "correct": int(np.clip(skill + rng.integers(-2, 3), 0, 16))} for i in range(80)]
+            publish(f"evaluate/reasoning/task-{checkpoint}", seed, rows, "items.parquet")
+        for i, arm in enumerate(ARMS):
+            publish(f"sft/train/task-{arm}", seed, [{"nll": 1.0 + i + rng.normal(0, 0.1)} for _ in range(60)], "validation.parquet")
+        times = [{"sft": 1.0 + rng.normal(0, 0.01), "pear_token": 1.02 + rng.normal(0, 0.01)} for _ in range(50)]
+        publish("sft/overhead/task", seed, times, "step_times.parquet")
+    (tmp_path / "claims.yaml").write_text("""
+m:
+  gain: {statement: s, paper_value: p, source: q, kind: difference, task: task, arm: rl_better, baseline: rl_sft, smallest_effect: 0.05, scope: z}
+  loss: {statement: s, paper_value: p, source: q, kind: difference, task: task, arm: rl_sft, baseline: rl_better, smallest_effect: 0.05, scope: z}
+  rank: {statement: s, paper_value: p, source: q, kind: rank, task: task, score: accuracy, smallest_effect: 0.2, scope: z}
+  nll: {statement: s, paper_value: p, source: q, kind: rank, task: task, score: likelihood, smallest_effect: 0.2, scope: z}
+  cost: {statement: s, paper_value: p, source: q, kind: overhead, task: task, arm: pear_token, baseline: sft, bound: 1.05, scope: z}
+  other: {statement: s, paper_value: p, source: q, kind: difference, task: elsewhere, arm: rl_a, baseline: rl_b, scope: z}
+  big: {statement: s, paper_value: p, source: q, kind: not_testable, scope: needs a cluster}
+""")
+    return root
+
+
+def ledger(results, seeds=(0, 1, 2)) -> dict[str, dict[str, str]]:
+    job = claims.Config(output=results / "claims.csv", root=results, seeds=seeds, arms=ARMS, claims=results.parents[1] / "claims.yaml", resamples=500)
+    claims.main(job)
+    with open(job.output) as stream:
+        reader = csv.DictReader(stream)
+        rows = {row["claim"]: row for row in reader}
+        assert tuple(reader.fieldnames) == COLUMNS
+    return rows
+
+
+def test_rows(results):
+    found = ledger(results)
+    assert float(found["gain"]["estimate"]) == pytest.approx(0.5, abs=0.03) and found["gain"]["verdict"] == "replicated"
+    assert float(found["loss"]["estimate"]) == pytest.approx(-float(found["gain"]["estimate"])) and found["loss"]["verdict"] == "contradicted"
+    assert float(found["gain"]["ci_low"]) < float(found["gain"]["estimate"]) < float(found["gain"]["ci_high"])
+    assert found["gain"]["n"] == "240" and found["gain"]["seeds"] == "3"
+    assert float(found["rank"]["estimate"]) == 1.0 and float(found["nll"]["estimate"]) == 1.0
+    assert float(found["cost"]["estimate"]) == pytest.approx(1.02, abs=0.01) and found["cost"]["verdict"] == "replicated"
+    assert found["other"]["verdict"] == "not testable here" and "no evaluate/reasoning/elsewhere-rl_a" in found["other"]["reason"]
+    assert found["big"]["reason"] == "needs a cluster" and found["big"]["estimate"] == ""
+
+
+def test_one_seed_says_so_and_the_ledger_is_reproducible(results):
+    first = ledger(results, seeds=(0,))
+    text = (results / "claims.csv").read_bytes()
+    assert "one seed" in first["gain"]["reason"] and first["gain"]["seeds"] == "1"
+    assert ledger(results, seeds=(0,)) == first and (results / "claims.csv").read_bytes() == text
+    assert "<script" not in (results / "claims.html").read_text()
+
+
+def test_arms_on_different_items_are_refused(results):
+    where = results / "evaluate/reasoning/task-rl_sft/seed0"
+    rows = tables.read(where / "items.parquet")[:-1]
+    tables.write(rows, where / "items.parquet")
+    with pytest.raises(UserError, match="differs from what"):
+        ledger(results)
