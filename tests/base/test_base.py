@@ -50,7 +50,26 @@ def test_hub_download_with_a_local_fake(world, tmp_path, monkeypatch):
     assert asked["repo"] == "owner/name" and asked["revision"] == "a" * 40
     assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in asked["patterns"])
     assert models.load(job.output).num_parameters() > 0
-    assert manifest.read(job.output).card == {"repo": "owner/name", "revision": "a" * 40}
+    assert manifest.read(job.output).card == {"repo": "owner/name", "revision": "a" * 40, "end_of_turn": "<eos>"}
+
+
+def test_eos_becomes_what_the_template_writes_after_a_turn(world, tmp_path):
+    """As in base checkpoints that name an end-of-document token as EOS while their template closes turns otherwise."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "model"
+    shutil.copytree(world.base.parent / "model", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<start>", "<end>"]})
+    tokenizer.chat_template = "{% for m in messages %}<start>{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<start>{% endif %}"
+    tokenizer.save_pretrained(folder)
+    assert hub.turn_end(folder) == "<end>"
+    found = AutoTokenizer.from_pretrained(folder)
+    assert found.eos_token == "<end>"
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == found.eos_token_id
+    from posttrain.data import chat
+
+    assert chat.render(found, "12", "34")[1][-1] == found.eos_token_id
 
 
 def test_hub_errors_name_repo_and_remedy(tmp_path, monkeypatch):

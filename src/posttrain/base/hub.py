@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from posttrain.core import cli, manifest
 from posttrain.core.config import JobConfig, key
 from posttrain.core.errors import UserError
@@ -12,6 +14,31 @@ PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "v
 class Config(JobConfig):
     repo: str = key(help="hub id, owner/name", pattern="^[^/ ]+/[^/ ]+$")
     revision: str | None = key(None, help="commit (40 hex digits); written by `make pin`", pattern="^[0-9a-f]{40}$")
+
+
+def turn_end(folder: Path) -> str | None:
+    """Make the token that the chat template writes after an assistant's turn the EOS, and return it.
+
+    Base checkpoints often name an end-of-document token instead, which their own template never writes: masks would
+    hold no EOS, and sampling would run past the end of a turn. None (and nothing changed) without a chat template.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template:
+        return None
+    user = [{"role": "user", "content": "q"}]
+    head = tokenizer.apply_chat_template(user, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*user, {"role": "assistant", "content": "a"}], tokenize=True, return_dict=True)["input_ids"]
+    special = [token for token in whole[len(head) :] if token in tokenizer.all_special_ids]
+    end = tokenizer.convert_ids_to_tokens(special[-1]) if special else tokenizer.eos_token
+    if end != tokenizer.eos_token:
+        tokenizer.eos_token = end
+        tokenizer.save_pretrained(folder)
+        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else GenerationConfig()
+        generation.eos_token_id = tokenizer.eos_token_id
+        generation.save_pretrained(folder)
+    return end
 
 
 def main(job: Config) -> None:
@@ -29,7 +56,9 @@ def main(job: Config) -> None:
     files = sorted(f for f in folder.rglob("*") if f.is_file() and ".cache" not in f.parts)
     if not any(f.suffix == ".safetensors" for f in files):
         raise UserError(f"{job.repo}@{job.revision[:8]} has no safetensors weights; choose a revision that has them.")
-    manifest.publish(job, {"files": len(files)}, files, card={"repo": job.repo, "revision": job.revision})
+    if end := turn_end(folder):
+        files = sorted(f for f in folder.rglob("*") if f.is_file() and ".cache" not in f.parts)
+    manifest.publish(job, {"files": len(files)}, files, card={"repo": job.repo, "revision": job.revision, "end_of_turn": end})
 
 
 if __name__ == "__main__":

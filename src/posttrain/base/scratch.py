@@ -7,7 +7,7 @@ from pathlib import Path
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.tracking import Tracker
-from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, train
+from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.data import packing
 
 
@@ -66,10 +66,9 @@ def main(job: Config) -> None:
         callbacks=[callback],
     )
     train(trainer, job, tracker, callback)
-    model.config.use_cache = True
     loss, count = held_out_loss(model, rows(job.mix, "validation", job.length, tokenizer.pad_token_id))
     metrics = {"validation/loss": manifest.Metric(value=loss, n=count), "parameters": model.num_parameters()}
-    files = models.save(model, tokenizer, job.folder)
+    files = save_trained(trainer, tokenizer, job)
     tracker.finish({"validation/loss": loss})
     manifest.publish(job, metrics, [*files, tracker.path])
     discard_checkpoints(job)

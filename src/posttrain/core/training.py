@@ -196,6 +196,24 @@ def train(trainer: Any, job: TrainingConfig, tracker: Tracker, callback: Any) ->
         raise TimeLimitReached(f"stopped after {job.max_minutes} minutes at step {trainer.state.global_step} of {job.steps}.")
 
 
+def save_trained(trainer: Any, tokenizer: Any, job: JobConfig) -> list[Path]:
+    """Write `model/` beside the manifest and return its files. Every rank calls it (ZeRO-3 gathers), rank 0 writes."""
+    target, partial = job.folder / "model", job.folder / ".model.partial"
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model.config.use_cache = True
+    if trainer.is_world_process_zero():
+        shutil.rmtree(partial, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_model(str(partial))
+    if not trainer.is_world_process_zero():
+        return []
+    (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle that names this machine's paths
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+    return sorted(file for file in target.rglob("*") if file.is_file())
+
+
 def discard_checkpoints(job: JobConfig) -> None:
     """After the manifest is published the checkpoints have done their work."""
     if int(os.environ.get("RANK", "0")) == 0:

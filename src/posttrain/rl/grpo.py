@@ -12,7 +12,7 @@ from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.determinism import derive
 from posttrain.core.tracking import Tracker, read_history
-from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, train
+from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.data import chat, verify
 from posttrain.rl.rewards import exact_answer
 
@@ -112,7 +112,7 @@ def main(job: Config) -> None:
         if values:
             metrics[f"mean/{name}"] = sum(values) / len(values)
             metrics[f"last_tenth/{name}"] = sum(values[-last:]) / last
-    files = models.save(model, tokenizer, job.folder)
+    files = save_trained(trainer, tokenizer, job)
     if rollouts:
         files.append(tables.write(rollouts[: 4 * job.generations], job.folder / "rollouts.parquet"))
     tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,15 +71,27 @@ def policy_trace(tokenizer, item: dict[str, Any], share_b: float, top: int, rng:
     }
 
 
-def score(model, rows: list[dict[str, Any]], top: int, batch: int = 256) -> None:
+def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Indices by rising length, in groups whose padded size stays within `tokens` (one sequence at least): logits over a
+    large vocabulary, not sequences, are what fills a card."""
+    part: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if part and (len(part) + 1) * lengths[i] > tokens:
+            yield part
+            part = []
+        part.append(i)
+    if part:
+        yield part
+
+
+def score(model, rows: list[dict[str, Any]], top: int, tokens: int = 16_384) -> None:
     """Add logp_beta (float32 nats, one per response token) and the `top` largest log-probabilities, in place."""
     import torch
 
     from posttrain.core.logprobs import token_logprobs
 
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["prompt_ids"]) + len(rows[i]["response_ids"]))
-    for start in range(0, len(order), batch):
-        part = [rows[i] for i in order[start : start + batch]]
+    for group in batches([len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows], tokens):
+        part = [rows[i] for i in group]
         full = [torch.tensor(row["prompt_ids"] + row["response_ids"]) for row in part]
         ids = torch.nn.utils.rnn.pad_sequence(full, batch_first=True).to(model.device)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(f) for f in full], batch_first=True).to(model.device)
@@ -108,6 +121,11 @@ def sampled(job: Config, items: list[dict[str, Any]], tokenizer, model, split: s
     return rows
 
 
+def first(cell: Any) -> str:
+    """A cell as text; of a list of responses the first, of an empty list nothing."""
+    return str(next(iter(cell), "")) if isinstance(cell, list | tuple) else str(cell)
+
+
 def from_hub(job: Config, tokenizer, model) -> dict[str, list[dict[str, Any]]]:
     """Rows of a hub data set, rendered and scored by the generator that wrote them."""
     from datasets import load_dataset
@@ -121,16 +139,18 @@ def from_hub(job: Config, tokenizer, model) -> dict[str, list[dict[str, Any]]]:
         if len(rows) == count:
             break
         try:
-            values = {name: str(entry[column]) for name, column in job.fields.items()}
+            values = {name: first(entry[column]) for name, column in job.fields.items()}
         except KeyError as error:
             raise UserError(f"{job.repo} row {i} has no column {error}; correct `fields` (columns: {', '.join(sorted(entry))}).") from None
+        if not values["response"].strip():
+            continue
         prompt, response = chat.render(tokenizer, values["prompt"], values["response"])
         right = "answer" not in values or verify.correct(values["response"], values["answer"], job.answer_style)
         if right or job.keep_wrong:
             rows.append({"prompt_ids": prompt, "response_ids": response, "correct": right, "response": values["response"]})
     if len(rows) <= job.validation:
         raise UserError(f"{job.repo} gave {len(rows)} usable rows, {count} are wanted; lower train or validation.")
-    score(model, rows, job.top, batch=8)
+    score(model, rows, job.top)
     return {"validation": rows[: job.validation], "train": rows[job.validation :]}
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.tracking import Tracker, read_history
-from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, train
+from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.sft import losses
-from posttrain.sft.traces import check
+from posttrain.sft.traces import batches, check
 
 if TYPE_CHECKING:
     import torch
@@ -141,39 +141,40 @@ def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callb
     return trainer
 
 
-def nll_per_trace(model, data: list[dict[str, Any]], pad: int, batch: int = 256) -> list[tuple[float, int]]:
-    """(sum of -log pi in nats, response tokens) of each trace, in order."""
+def label_logps(model, data: list[dict[str, Any]], pad: int, tokens: int = 16_384) -> list[torch.Tensor]:
+    """log pi of every token of each trace given what stands before it: float32 [T] per trace on the CPU, 0 at its start.
+
+    Traces go through in groups of at most `tokens` padded tokens.
+    """
     import torch
 
     from posttrain.core.logprobs import token_logprobs
 
-    found = []
+    found: list[torch.Tensor] = [torch.empty(0)] * len(data)
     model.eval()
-    with torch.inference_mode():
-        for start in range(0, len(data), batch):
-            part = {k: v.to(model.device) for k, v in collate(data[start : start + batch], pad).items()}
-            logits = model(input_ids=part["input_ids"], attention_mask=part["attention_mask"], use_cache=False).logits[:, :-1]
-            labels = part["labels"][:, 1:]
-            mask = labels != IGNORE
-            logp = torch.zeros(mask.shape, device=logits.device).masked_scatter(mask, token_logprobs(logits[mask], labels[mask]))
-            found += list(zip((-logp.sum(1)).tolist(), mask.sum(1).tolist(), strict=True))
+    for group in batches([len(row["input_ids"]) for row in data], tokens):
+        part = {k: v.to(model.device) for k, v in collate([data[i] for i in group], pad).items() if k in ("input_ids", "attention_mask")}
+        with torch.inference_mode():
+            logits = model(**part, use_cache=False).logits
+            logp = token_logprobs(logits[:, :-1], part["input_ids"][:, 1:]).cpu().clone()
+        for i, line in zip(group, logp, strict=True):
+            found[i] = torch.cat([torch.zeros(1), line[: len(data[i]["input_ids"]) - 1]])
     return found
 
 
-def add_frozen(model, data: list[dict[str, Any]], pad: int, batch: int = 256) -> None:
+def nll_per_trace(model, data: list[dict[str, Any]], pad: int) -> list[tuple[float, int]]:
+    """(sum of -log pi in nats, response tokens) of each trace, in order."""
+    found = []
+    for row, logp in zip(data, label_logps(model, data, pad), strict=True):
+        mask = row["labels"] != IGNORE
+        found.append((-logp[mask].sum().item(), int(mask.sum())))
+    return found
+
+
+def add_frozen(model, data: list[dict[str, Any]], pad: int) -> None:
     """Store log pi_base of every label under `logp_frozen`, in place (ratio_model: frozen_base)."""
-    import torch
-
-    from posttrain.core.logprobs import token_logprobs
-
-    with torch.inference_mode():
-        for start in range(0, len(data), batch):
-            part = collate(data[start : start + batch], pad)
-            logits = model(input_ids=part["input_ids"].to(model.device), attention_mask=part["attention_mask"].to(model.device)).logits
-            logp = token_logprobs(logits[:, :-1], part["input_ids"][:, 1:].to(model.device)).cpu().clone()
-            for row, line in zip(data[start : start + batch], logp, strict=True):
-                n = len(row["input_ids"])
-                row["logp_frozen"] = torch.cat([torch.zeros(1), line[: n - 1]])
+    for row, logp in zip(data, label_logps(model, data, pad), strict=True):
+        row["logp_frozen"] = logp
 
 
 def main(job: Config) -> None:
@@ -195,9 +196,8 @@ def main(job: Config) -> None:
     callback = make_callback(job, tracker)
     trainer = make_trainer(model, job, data["train"], pad, [callback])
     train(trainer, job, tracker, callback)
-    model.config.use_cache = True
     rows = [{"nll": nll, "tokens": n} for nll, n in nll_per_trace(model, data["validation"], pad)]
-    files = [tables.write(rows, job.folder / "validation.parquet"), *models.save(model, tokenizer, job.folder), tracker.path]
+    files = [tables.write(rows, job.folder / "validation.parquet"), *save_trained(trainer, tokenizer, job), tracker.path]
     history = read_history(tracker.path)
     metrics = {
         "validation/nll": manifest.Metric(value=sum(r["nll"] for r in rows) / sum(r["tokens"] for r in rows), n=len(rows)),

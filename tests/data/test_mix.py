@@ -1,0 +1,135 @@
+"""Shares of tokens, exactly; epochs, honestly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.core import manifest, models, tables
+from posttrain.core.config import JobConfig
+from posttrain.core.errors import UserError
+from posttrain.data import mix, tasks, tokenizer
+from posttrain.data.mix import Config, Part, draw, main, texts
+
+
+def place(root: Path, reference: str) -> Path:
+    path = root / reference / "seed0" / "manifest.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mix")
+    found = {"task": place(root, "data/tasks/two_style"), "tokenizer": place(root, "data/tokenizer/style"),
+             "prose": place(root, "data/corpus/prose"), "root": root}  # fmt: skip
+    tasks.main(tasks.Config(output=found["task"], kind="two_style", digits=3, train=80, validation=10, test=10))
+    tokenizer.main(tokenizer.Config(output=found["tokenizer"], kind="characters", alphabet="0123456789=ab#"))
+    rows = [{"split": split, "text": f"{i:03d}" * n} for n, split in ((4, "train"), (5, "validation"), (6, "test")) for i in range(12)]
+    manifest.publish(JobConfig(output=found["prose"]), {}, [tables.write(rows, found["prose"].parent / "documents.parquet")])
+    return found
+
+
+def job(world, root: Path, **values) -> Config:
+    parts = {"two_style": {"share": 0.25, "field": "demonstration"}, "prose": {"share": 0.75, "field": "text"}}
+    defaults = {"output": place(root, "data/mix/m"), "tokens": 1000, "held_out_tokens": 100, "parts": parts, "tokenizer": world["tokenizer"],
+                "sources": {"two_style": world["task"], "prose": world["prose"]}}  # fmt: skip
+    return Config(**{**defaults, **values})
+
+
+documents = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), min_size=1, max_size=8)
+
+
+@given(documents, st.integers(1, 200), st.integers(0, 5))
+def test_draw_meets_the_budget_exactly(found, budget, seed):
+    taken, epochs = draw(found, budget, seed)
+    assert sum(map(len, taken)) == budget and epochs == len(taken) / len(found)
+    assert all(document in found for document in taken[:-1])
+    assert any(document[: len(taken[-1])] == taken[-1] for document in found)
+    assert (taken, epochs) == draw(found, budget, seed)
+
+
+@given(documents, st.integers(1, 200))
+def test_no_document_comes_again_before_all_came(found, budget):
+    named = [[i] * len(document) for i, document in enumerate(found)]
+    taken, _ = draw(named, budget, 0)
+    counts = Counter(document[0] for document in taken)
+    assert max(counts.values()) - min(counts.get(i, 0) for i in range(len(found))) <= 1
+
+
+def test_draw_follows_its_seed():
+    named = [[i] for i in range(20)]
+    orders = [[d[0] for d in draw(named, 20, seed)[0]] for seed in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(20)) and orders[0] != orders[1] and orders[0] != list(range(20))
+
+
+def test_shares_are_exact(world, tmp_path):
+    main(one := job(world, tmp_path))
+    rows, found = tables.read(one.output.parent / "documents.parquet"), manifest.read(one.output)
+    counts = Counter()
+    for row in rows:
+        counts[row["split"], row["source"]] += len(row["input_ids"])
+    assert counts == {("train", "two_style"): 250, ("train", "prose"): 750, ("validation", "two_style"): 25, ("validation", "prose"): 75,
+                      ("test", "two_style"): 25, ("test", "prose"): 75}  # fmt: skip
+    assert [found.metrics[f"tokens/{s}"].value for s in ("train", "validation", "test", "two_style", "prose")] == [1000, 100, 100, 250, 750]
+    realised = found.card["realised"]["prose"]  # 12 documents of 13 tokens: 57 whole ones and 9 tokens of another
+    assert realised == {"tokens": 750, "documents": 58, "epochs": round(58 / 12, 4)}
+
+
+def test_splits_come_from_their_own_split_and_end_in_eos(world, tmp_path):
+    main(one := job(world, tmp_path))
+    read = models.load_tokenizer(world["tokenizer"])
+    for row in tables.read(one.output.parent / "documents.parquet", None, [("source", "=", "prose")]):
+        text = read.decode(row["input_ids"])
+        whole = {"train": 4, "validation": 5, "test": 6}[row["split"]] * 3 + 1
+        assert len(row["input_ids"]) <= whole and (len(row["input_ids"]) < whole or text.endswith("<eos>"))
+        assert "<pad>" not in text
+    items = {r["prompt"] + r["demonstration"]: r["split"] for r in tables.read(world["task"].parent / "items.parquet")}
+    for row in tables.read(one.output.parent / "documents.parquet", None, [("source", "=", "two_style")]):
+        text = read.decode(row["input_ids"], skip_special_tokens=True)
+        assert text not in items or items[text] == row["split"]
+
+
+def test_fields(world):
+    row = tables.read(world["task"].parent / "items.parquet", None, [("split", "=", "test")])[0]
+    for field, answer in (("demonstration", row["demonstration"]), ("expression", row["answer"])):
+        assert texts("x", Part(share=1, field=field), world["task"], "test")[0] == row["prompt"] + answer
+    assert texts("x", Part(share=1, field="text"), world["prose"], "test")[1] == "001" * 6
+
+
+def test_same_seed_same_bytes_other_seed_other_order(world, tmp_path):
+    files = []
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        output = tmp_path / folder / "data/mix/m" / f"seed{seed}" / "manifest.json"
+        output.parent.mkdir(parents=True)
+        main(job(world, tmp_path, output=output, seed=seed))
+        files.append((output.parent / "documents.parquet").read_bytes())
+    assert files[0] == files[1] != files[2]
+
+
+def test_parts_and_sources_must_name_the_same(world, tmp_path):
+    with pytest.raises(UserError, match=r"--parts names \['prose', 'two_style'\], --sources \['two_style'\]; they must be the same"):
+        main(job(world, tmp_path, sources={"two_style": world["task"]}))
+
+
+def test_damaged_source_is_named(world, tmp_path):
+    broken = place(tmp_path, "data/corpus/broken")
+    manifest.publish(JobConfig(output=broken), {}, [tables.write([{"split": "train", "text": "1"}], broken.parent / "documents.parquet")])
+    (broken.parent / "documents.parquet").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"documents\.parquet differs from what"):
+        main(job(world, tmp_path, sources={"two_style": world["task"], "prose": broken}))
+
+
+def test_missing_split_is_named(world, tmp_path):
+    only = place(tmp_path, "data/corpus/only")
+    manifest.publish(JobConfig(output=only), {}, [tables.write([{"split": "train", "text": "1"}], only.parent / "documents.parquet")])
+    with pytest.raises(UserError, match=r"documents\.parquet has no rows for .*validation"):
+        main(job(world, tmp_path, sources={"two_style": world["task"], "prose": only}))
+
+
+def test_module_announces_itself():
+    assert mix.Config.model_fields["sources"].json_schema_extra == {"role": "input"}
