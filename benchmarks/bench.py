@@ -36,7 +36,12 @@ def help_time() -> dict:
     ours = seconds([sys.executable, "-m", "posttrain.sft.train", "--help"], 15)
     pydantic = seconds([sys.executable, "-c", "import pydantic; pydantic.BaseModel"], 15)
     measured = f"{ours / bare:.1f}x ({ours * 1000:.0f} ms; importing pydantic alone {pydantic / bare:.1f}x)"
-    return {"what": "`python -m posttrain.sft.train --help` over `python -c pass`", "ratio": ours / bare, "measured": measured, "goal": "<= 5x"}
+    return {
+        "what": "`python -m posttrain.sft.train --help` over `python -c pass`",
+        "ratio": ours / bare,
+        "measured": measured,
+        "goal": "<= 5x",
+    }
 
 
 def trainer_time() -> dict:
@@ -51,7 +56,9 @@ def trainer_time() -> dict:
     stored = RESULTS / "sft/traces/addition/seed0/manifest.json"
     tokenizer = models.load_tokenizer(start)
     rows = [train.example(r, 512) for r in tables.read(stored.parent / "traces.parquet", None, [("split", "=", "train")])]
-    job = train.Config(output=Path("/nonexistent/sft/train/b/seed0/manifest.json"), start=start, traces=stored, steps=40, batch_size=64)
+    job = train.Config(
+        output=Path("/nonexistent/sft/train/b/seed0/manifest.json"), start=start, traces=stored, steps=40, batch_size=64
+    )
     ratios = []
     for _ in range(3):
         model = models.load(start)
@@ -74,24 +81,42 @@ def trainer_time() -> dict:
         trainer.train()
         ratios.append((time.perf_counter() - began) / bare)
     ratio = statistics.median(ratios)
-    return {"what": "40 SFT steps through the trainer over a bare PyTorch loop", "ratio": ratio, "measured": f"{ratio:.2f}x", "goal": "<= 1.3x"}
+    return {
+        "what": "40 SFT steps through the trainer over a bare PyTorch loop",
+        "ratio": ratio,
+        "measured": f"{ratio:.2f}x",
+        "goal": "<= 1.3x",
+    }
 
 
 def outside_share() -> dict:
     """(c) share of the two cores' time that a study spends outside model work, from the last `make run`."""
     state = json.loads(Path("benchmarks/jobs/last_run.json").read_text())
-    inside = sum(json.loads(p.read_text())["wall_seconds"] for p in RESULTS.rglob("provenance.json") if p.stat().st_mtime >= state["started"])
+    inside = sum(
+        json.loads(p.read_text())["wall_seconds"]
+        for p in RESULTS.rglob("provenance.json")
+        if p.stat().st_mtime >= state["started"]
+    )
     share = 1 - inside / (state["seconds"] * state["cores"])
     measured = f"{share:.0%} of {state['cores']} x {state['seconds']:.0f} s ({state['jobs']} jobs, {'warm' if state['warm'] else 'cold'})"
-    return {"what": "share of `make run` outside jobs' own work, idle cores included", "ratio": share, "measured": measured, "goal": "<= 15 %"}
+    return {
+        "what": "share of `make run` outside jobs' own work, idle cores included",
+        "ratio": share,
+        "measured": measured,
+        "goal": "<= 15 %",
+    }
 
 
 def dry_run_time() -> list[dict]:
     """(d) planning the whole DAG."""
     found = []
     for tier in ("tiny", "paper"):
-        took = seconds([sys.executable, "-m", "snakemake", "-n", "all", "--cores", "2", "--forceall", "--config", f"tier={tier}"], 3)
-        found.append({"what": f"dry run of the {tier} tier, every job", "ratio": took, "measured": f"{took:.1f} s", "goal": "<= 5 s"})
+        took = seconds(
+            [sys.executable, "-m", "snakemake", "-n", "all", "--cores", "2", "--forceall", "--config", f"tier={tier}"], 3
+        )
+        found.append(
+            {"what": f"dry run of the {tier} tier, every job", "ratio": took, "measured": f"{took:.1f} s", "goal": "<= 5 s"}
+        )
     return found
 
 

@@ -33,8 +33,12 @@ def world(tmp_path_factory) -> SimpleNamespace:
     tokenizer.main(tokenizer.Config(output=tok, kind="characters", alphabet="0123456789=ab#"))
     mixed, base, stored = out("data/mix/two_style"), out("base/scratch/two_style"), out("sft/traces/two_style")
     parts = {"two_style": mix.Part(share=1.0, field="demonstration")}
-    mix.main(mix.Config(output=mixed, tokens=20_000, held_out_tokens=1_000, parts=parts, tokenizer=tok, sources={"two_style": task}))
+    mix.main(
+        mix.Config(output=mixed, tokens=20_000, held_out_tokens=1_000, parts=parts, tokenizer=tok, sources={"two_style": task})
+    )
     shape = Shape(hidden=32, layers=2, heads=2, intermediate=64, context=128)
-    scratch.main(scratch.Config(output=base, shape=shape, length=64, steps=40, batch_size=8, mix=mixed, tokenizer=tok, learning_rate=3e-3))
+    scratch.main(
+        scratch.Config(output=base, shape=shape, length=64, steps=40, batch_size=8, mix=mixed, tokenizer=tok, learning_rate=3e-3)
+    )
     traces.main(traces.Config(output=stored, source="policy", train=448, validation=64, tokenizer=base, task=task))
     return SimpleNamespace(root=root, task=task, tokenizer=tok, mix=mixed, base=base, traces=stored)

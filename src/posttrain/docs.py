@@ -27,7 +27,15 @@ def ledger() -> str:
     for row in rows:
         numbers = [f"{float(row[name]):.3f}" if row[name] else "" for name in ("estimate", "ci_low", "ci_high")]
         measured = f"{numbers[0]} [{numbers[1]}, {numbers[2]}]" if numbers[0] else "–"
-        cells = [row["method"], f"{row['claim']}: {row['statement']}", row["paper_value"], measured, row["n"], row["seeds"], f"**{row['verdict']}**"]
+        cells = [
+            row["method"],
+            f"{row['claim']}: {row['statement']}",
+            row["paper_value"],
+            measured,
+            row["n"],
+            row["seeds"],
+            f"**{row['verdict']}**",
+        ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -42,7 +50,18 @@ def benchmarks() -> str:
 
 def dag() -> str:
     """The rule graph of the tiny tier as Mermaid, nodes and edges sorted."""
-    words = [sys.executable, "-m", "snakemake", "all", "--config", "tier=tiny", "seeds=[0]", "--forceall", "--rulegraph", "mermaid-js"]
+    words = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "all",
+        "--config",
+        "tier=tiny",
+        "seeds=[0]",
+        "--forceall",
+        "--rulegraph",
+        "mermaid-js",
+    ]
     text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     label = dict(re.findall(r"(id\d+)\[(\w+)\]", text))
     edges = sorted({(label[a], label[b]) for a, b in re.findall(r"(id\d+) --> (id\d+)", text)})

@@ -63,9 +63,16 @@ def warm_server():
     """The address of a server that has imported the stack, or None if it cannot be started."""
     with tempfile.TemporaryDirectory(prefix="posttrain-") as folder:
         address = str(Path(folder) / "socket")
-        environment = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"), "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         server = subprocess.Popen(
-            [sys.executable, "-m", "posttrain.core.warm", address], env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-m", "posttrain.core.warm", address],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             yield address
@@ -94,7 +101,13 @@ def record(progress: Progress, cores: int, *, warm: bool) -> None:
     """Keep how long the run took, for `make bench`."""
     path = Path("benchmarks/jobs/last_run.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    took = {"started": progress.start, "seconds": time.time() - progress.start, "jobs": progress.done, "cores": cores, "warm": warm}
+    took = {
+        "started": progress.start,
+        "seconds": time.time() - progress.start,
+        "jobs": progress.done,
+        "cores": cores,
+        "warm": warm,
+    }
     path.write_text(json.dumps(took) + "\n")
 
 
@@ -109,7 +122,9 @@ def show_ledger(path: Path) -> None:
     for row in rows:
         numbers = [f"{float(row[name]):.3f}" if row[name] else "" for name in ("estimate", "ci_low", "ci_high")]
         interval = f"[{numbers[1]}, {numbers[2]}]" if numbers[1] else ""
-        print(f"{row['method']:8} {row['claim']:{width}} {numbers[0]:>9} {interval:>18} {row['n']:>6} {row['seeds']:>5}  {row['verdict']}")
+        print(
+            f"{row['method']:8} {row['claim']:{width}} {numbers[0]:>9} {interval:>18} {row['n']:>6} {row['seeds']:>5}  {row['verdict']}"
+        )
 
 
 def main() -> int:
@@ -125,7 +140,11 @@ def main() -> int:
     progress = Progress()
     tail: list[str] = []
     with contextlib.ExitStack() as stack:
-        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONUNBUFFERED": "1",
+        }
         if not given.cold:
             environment["POSTTRAIN_WARM"] = stack.enter_context(warm_server())
         run = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -142,7 +161,10 @@ def main() -> int:
         record(progress, given.cores, warm=not given.cold)
     if code:
         print("".join(tail[-60:]), file=sys.stderr)
-        print("The run stopped; finished jobs are kept. Correct what the message names and run the same command again.", file=sys.stderr)
+        print(
+            "The run stopped; finished jobs are kept. Correct what the message names and run the same command again.",
+            file=sys.stderr,
+        )
         return code
     if any("Nothing to be done" in line for line in tail):
         print("Nothing to do: every result is up to date.")

@@ -32,7 +32,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m posttrain.schema", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
     check = parser.parse_args().check
-    stale = [name for name, schema in schemas().items() if not (FOLDER / name).is_file() or (FOLDER / name).read_text() != text(schema)]
+    stale = [
+        name for name, schema in schemas().items() if not (FOLDER / name).is_file() or (FOLDER / name).read_text() != text(schema)
+    ]
     if check:
         print(f"stale: {', '.join(stale)}; run `make schema`" if stale else "schemas are up to date")
         return int(bool(stale))

@@ -184,7 +184,14 @@ class Study:
         return found
 
     def config(
-        self, stage: str, method: str, values: Iterable[str], *, seed: int, inputs: Mapping[str, Any], output: str = "",
+        self,
+        stage: str,
+        method: str,
+        values: Iterable[str],
+        *,
+        seed: int,
+        inputs: Mapping[str, Any],
+        output: str = "",
         placeholder: bool = False,
     ) -> JobConfig:
         """The validated configuration of one job. `inputs`: key -> path or list of paths, as Snakemake holds them."""
@@ -273,7 +280,9 @@ class Study:
         """A job larger than the profile's GPU cap would silently be submitted with fewer cards."""
         name, cards = self.largest_job()
         if cap is not None and 0 < cap < cards:
-            raise UserError(f"{name} asks for {cards} GPUs, the profile's cap is gpu: {cap}; raise `resources: gpu` in the profile or lower gpus in {self.folder}.")
+            raise UserError(
+                f"{name} asks for {cards} GPUs, the profile's cap is gpu: {cap}; raise `resources: gpu` in the profile or lower gpus in {self.folder}."
+            )
 
     def export_tracking(self) -> None:
         """Hand the tracker's settings to jobs through the environment: they are never parameters. No secret is touched."""

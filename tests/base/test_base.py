@@ -25,7 +25,11 @@ def test_scratch_is_deterministic_and_follows_the_seed(world, tmp_path):
         path = tmp_path / name / "base/scratch/m" / f"seed{seed}" / "manifest.json"
         path.parent.mkdir(parents=True)
         shape = Shape(hidden=16, layers=1, heads=2, intermediate=32, context=64)
-        scratch.main(scratch.Config(output=path, seed=seed, shape=shape, length=32, steps=3, batch_size=4, mix=world.mix, tokenizer=world.tokenizer))
+        scratch.main(
+            scratch.Config(
+                output=path, seed=seed, shape=shape, length=32, steps=3, batch_size=4, mix=world.mix, tokenizer=world.tokenizer
+            )
+        )
         return manifest.read(path).artifacts["model/model.safetensors"].sha256
 
     assert digest("a", 0) == digest("b", 0) != digest("c", 1)
@@ -61,7 +65,9 @@ def test_eos_becomes_what_the_template_writes_after_a_turn(world, tmp_path):
     shutil.copytree(world.base.parent / "model", folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<start>", "<end>"]})
-    tokenizer.chat_template = "{% for m in messages %}<start>{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<start>{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<start>{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<start>{% endif %}"
+    )
     tokenizer.save_pretrained(folder)
     assert hub.turn_end(folder) == "<end>"
     found = AutoTokenizer.from_pretrained(folder)

@@ -110,7 +110,13 @@ def test_help_shows_every_key(capsys):
     assert caught.value.code == 0 and "What every module's command line promises" in shown
     for name in Config.model_fields:
         assert f"--{name}" in shown
-    for piece in ("100 % of them [setting, default 100]", "{hash,boxed}", "[input, required]", "[runtime, default None]", "default (0.0, 1.0), JSON]"):
+    for piece in (
+        "100 % of them [setting, default 100]",
+        "{hash,boxed}",
+        "[input, required]",
+        "[runtime, default None]",
+        "default (0.0, 1.0), JSON]",
+    ):
         assert piece in shown
 
 
@@ -124,11 +130,23 @@ def test_success(words, tmp_path):
     ("error", "code", "sentence"),
     [
         (UserError("key x is wrong; change it."), 2, "error: key x is wrong; change it.\n"),
-        (TimeLimitReached("stopped after 3 minutes."), 75, "error: stopped after 3 minutes. Run the same command again to continue.\n"),
-        (OSError(errno.ENOSPC, "No space left on device", "/full/x"), 2, "error: cannot write /full/x: No space left on device; free space"),
+        (
+            TimeLimitReached("stopped after 3 minutes."),
+            75,
+            "error: stopped after 3 minutes. Run the same command again to continue.\n",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/full/x"),
+            2,
+            "error: cannot write /full/x: No space left on device; free space",
+        ),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 2, "seed0: Disk quota exceeded; free space"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "error: cannot write /x: Permission denied"),
-        (RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)"), 2, "No space left on device; free space"),
+        (
+            RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)"),
+            2,
+            "No space left on device; free space",
+        ),
     ],
 )
 def test_what_a_user_can_act_on_is_one_sentence_and_a_code(words, capsys, error, code, sentence):
@@ -137,7 +155,9 @@ def test_what_a_user_can_act_on_is_one_sentence_and_a_code(words, capsys, error,
     assert sentence in shown and shown.count("\n") == 1 and "Traceback" not in shown
 
 
-@pytest.mark.parametrize("error", [ValueError("bug"), FileNotFoundError(errno.ENOENT, "missing"), KeyboardInterrupt(), ConnectionError("x")])
+@pytest.mark.parametrize(
+    "error", [ValueError("bug"), FileNotFoundError(errno.ENOENT, "missing"), KeyboardInterrupt(), ConnectionError("x")]
+)
 def test_bugs_are_not_hidden(words, error):
     with pytest.raises(type(error)):
         run(words, fails(error))

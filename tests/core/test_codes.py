@@ -109,7 +109,9 @@ def test_cycles_end(root):
 
 def test_place_of_the_package_takes_no_part(root, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    assert digest(root.rename(tmp_path / "elsewhere" / "posttrain")) == code_digest("posttrain.sft.train", tmp_path / "elsewhere" / "posttrain")
+    assert digest(root.rename(tmp_path / "elsewhere" / "posttrain")) == code_digest(
+        "posttrain.sft.train", tmp_path / "elsewhere" / "posttrain"
+    )
     assert len(digest(tmp_path / "elsewhere" / "posttrain")) == 16
 
 

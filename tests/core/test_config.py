@@ -206,13 +206,21 @@ def test_a_file_that_is_no_mapping_of_names_is_explained(values):
         ("sft", {"train": {"arm": {"pear": {"gama": 1}}}}, "train.arm.pear.gama is not a known key; did you mean 'gamma'?"),
         ("sft", {"train": {"arm": {"block": {"gama": 1}}}}, "train.arm.block.gama is not a known key; did you mean 'gamma'?"),
         ("sft", {"train": {"resources": {"gpu": 1}}}, "train.resources.gpu is not a known key; did you mean 'gpus'?"),
-        ("base", {"scratch": {"model": {"m": {"shape": {"hiden": 1}}}}}, "scratch.model.m.shape.hiden is not a known key; did you mean 'hidden'?"),
-        ("data", {"mix": {"mix": {"m": {"parts": {"p": {"sahre": 1}}}}}}, "mix.mix.m.parts.p.sahre is not a known key; did you mean 'share'?"),
+        (
+            "base",
+            {"scratch": {"model": {"m": {"shape": {"hiden": 1}}}}},
+            "m.shape.hiden is not a known key; did you mean 'hidden'?",
+        ),
+        (
+            "data",
+            {"mix": {"mix": {"m": {"parts": {"p": {"sahre": 1}}}}}},
+            "m.parts.p.sahre is not a known key; did you mean 'share'?",
+        ),
         ("sft", {"train": {"defaults": {"output": "x"}}}, "train.defaults.output is not a known key"),
         ("sft", {"train": {"defaults": {"seed": 1}}}, "train.defaults.seed is not a known key"),
         ("sft", {"train": {"defaults": {"steps": 0}}}, "train.defaults.steps = 0: input should be greater than 0"),
     ],
-)  # fmt: skip
+)
 def test_errors_deep_in_a_stage_file(stage, values, words):
     assert words in problem(stage_model(stage), values)
 
@@ -261,7 +269,20 @@ def test_canonical_does_not_depend_on_writing(value):
     assert digest(scrambled(value)) == digest(value)
 
 
-@pytest.mark.parametrize(("a", "b"), [(1, "1"), (1, True), (0, False), (None, "null"), ([1, 2], [2, 1]), ({"a": 1}, {"b": 1}), (1, 1.5), ([], {}), (2**53, 2**53 + 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (1, "1"),
+        (1, True),
+        (0, False),
+        (None, "null"),
+        ([1, 2], [2, 1]),
+        ({"a": 1}, {"b": 1}),
+        (1, 1.5),
+        ([], {}),
+        (2**53, 2**53 + 1),
+    ],
+)
 def test_canonical_keeps_different_values_apart(a, b):
     assert canonical(a) != canonical(b)
 

@@ -22,7 +22,9 @@ def test_derived_seeds_are_fixed_for_ever():
 def test_derived_seeds_do_not_depend_on_hash_randomisation():
     code = "from posttrain.core.determinism import derive; print(derive(7, 'a', 1, ('x', 2)))"
     found = {
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
         for seed in ("1", "2")
     }
     assert found == {f"{determinism.derive(7, 'a', 1, ('x', 2))}\n"}

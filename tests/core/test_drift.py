@@ -21,14 +21,20 @@ def dict_keys(path: Path, function: str, variable: str) -> set[str]:
         if isinstance(node, ast.FunctionDef) and node.name == function:
             for inner in ast.walk(node):
                 target = getattr(inner, "target", None) or (getattr(inner, "targets", None) or [None])[0]
-                if isinstance(inner, ast.Assign | ast.AnnAssign) and getattr(target, "id", "") == variable and isinstance(inner.value, ast.Dict):
+                if (
+                    isinstance(inner, ast.Assign | ast.AnnAssign)
+                    and getattr(target, "id", "") == variable
+                    and isinstance(inner.value, ast.Dict)
+                ):
                     return {key.value for key in inner.value.keys}
     raise AssertionError(f"{path.name} has no {variable} in {function}")
 
 
 def defaults(owner: type) -> dict[str, object]:
     """Field -> default of a dataclass."""
-    return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in dataclasses.fields(owner)}
+    return {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in dataclasses.fields(owner)
+    }
 
 
 def parameters(function) -> dict[str, object]:
@@ -49,10 +55,22 @@ def test_training_arguments_defaults():
     from transformers import TrainingArguments
 
     found = defaults(TrainingArguments)
-    expected = {"average_tokens_across_devices": True, "lr_scheduler_type": "linear", "adam_beta1": 0.9, "adam_beta2": 0.999,
-                "adam_epsilon": 1e-8, "label_smoothing_factor": 0.0, "max_grad_norm": 1.0, "save_only_model": False,
-                "dataloader_drop_last": False, "full_determinism": False, "bf16": False, "logging_nan_inf_filter": True,
-                "ignore_data_skip": False, "label_names": None}  # fmt: skip
+    expected = {
+        "average_tokens_across_devices": True,
+        "lr_scheduler_type": "linear",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "label_smoothing_factor": 0.0,
+        "max_grad_norm": 1.0,
+        "save_only_model": False,
+        "dataloader_drop_last": False,
+        "full_determinism": False,
+        "bf16": False,
+        "logging_nan_inf_filter": True,
+        "ignore_data_skip": False,
+        "label_names": None,
+    }
     assert {name: found[name] for name in expected} == expected
     assert str(getattr(found["optim"], "value", found["optim"])).startswith("adamw_torch")
 
@@ -86,10 +104,14 @@ def test_trainer_counts_labels_of_the_whole_accumulated_batch(shifts):
 
     assert "_get_num_items_in_batch(batch_samples" in inspect.getsource(Trainer.get_batch_samples)
     stand_in = SimpleNamespace(
-        model_accepts_loss_kwargs=True, compute_loss_func=None, _loss_shifts_labels=shifts,
+        model_accepts_loss_kwargs=True,
+        compute_loss_func=None,
+        _loss_shifts_labels=shifts,
         args=SimpleNamespace(average_tokens_across_devices=True, n_gpu=1, world_size=1),
-        get_tp_size=lambda: 1, get_cp_size=lambda: 1, get_sp_size=lambda: 1,
-    )  # fmt: skip
+        get_tp_size=lambda: 1,
+        get_cp_size=lambda: 1,
+        get_sp_size=lambda: 1,
+    )
     batches = [{"labels": torch.tensor([[-100, 1, 2], [-100, -100, 3]])}, {"labels": torch.tensor([[-100, 4, -100]])}]
     assert int(Trainer._get_num_items_in_batch(stand_in, batches, torch.device("cpu"))) == 4
     stand_in.model_accepts_loss_kwargs = False  # why sft.train sets it
@@ -120,8 +142,19 @@ def test_model_loading_keywords():
     source = inspect.getsource(PreTrainedModel.from_pretrained)
     assert '"dtype"' in source and '"trust_remote_code"' in source and '"gguf_file"' in source
     assert "local_files_only" in parameters(PreTrainedModel.from_pretrained)
-    fields = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
-              "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}  # fmt: skip
+    fields = {
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }
     config = LlamaConfig()
     assert all(hasattr(config, name) for name in fields) and config.attention_dropout == 0.0 and config.hidden_act == "silu"
     assert any(p.kind == p.VAR_KEYWORD for p in inspect.signature(LlamaForCausalLM.forward).parameters.values())
@@ -141,7 +174,9 @@ def test_generate_adds_the_models_own_habits():
 
     source = inspect.getsource(GenerationMixin._prepare_generation_config)
     assert "self.generation_config.to_dict()" in source
-    assert all(value is None for value in (GenerationConfig().repetition_penalty, GenerationConfig().min_p, GenerationConfig().top_k))
+    assert all(
+        value is None for value in (GenerationConfig().repetition_penalty, GenerationConfig().min_p, GenerationConfig().top_k)
+    )
     common = GenerationConfig._get_default_generation_params()
     assert (common["repetition_penalty"], common["num_beams"], common["top_k"], common["temperature"]) == (1.0, 1, 50, 1.0)
 
@@ -161,7 +196,9 @@ def test_lazily_loaded_names_of_the_warm_server():
 def test_grpo_config_has_every_key_of_rl_grpo():
     from trl import GRPOConfig
 
-    used = dict_keys(ROOT / "rl" / "grpo.py", "make_trainer", "options") | dict_keys(ROOT / "core" / "training.py", "arguments", "common")
+    used = dict_keys(ROOT / "rl" / "grpo.py", "make_trainer", "options") | dict_keys(
+        ROOT / "core" / "training.py", "arguments", "common"
+    )
     assert len(used) > 25 and used <= set(defaults(GRPOConfig))
 
 
@@ -169,12 +206,34 @@ def test_grpo_defaults_that_the_recipe_does_not_set():
     from trl import GRPOConfig
 
     found = defaults(GRPOConfig)
-    expected = {"beta": 0.0, "loss_type": "dapo", "scale_rewards": "group", "top_k": 0, "top_p": 1.0, "min_p": None,
-                "repetition_penalty": 1.0, "temperature": 1.0, "num_iterations": 1, "epsilon": 0.2, "epsilon_high": None, "delta": None,
-                "importance_sampling_level": "token", "mask_truncated_completions": False, "sync_ref_model": False,
-                "reward_weights": None, "top_entropy_quantile": 1.0, "use_vllm": False, "vllm_mode": "colocate",
-                "vllm_importance_sampling_correction": True, "steps_per_generation": None, "generation_batch_size": None,
-                "disable_dropout": False, "shuffle_dataset": True, "use_bias_correction_kl": True, "generation_kwargs": None}  # fmt: skip
+    expected = {
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "num_iterations": 1,
+        "epsilon": 0.2,
+        "epsilon_high": None,
+        "delta": None,
+        "importance_sampling_level": "token",
+        "mask_truncated_completions": False,
+        "sync_ref_model": False,
+        "reward_weights": None,
+        "top_entropy_quantile": 1.0,
+        "use_vllm": False,
+        "vllm_mode": "colocate",
+        "vllm_importance_sampling_correction": True,
+        "steps_per_generation": None,
+        "generation_batch_size": None,
+        "disable_dropout": False,
+        "shuffle_dataset": True,
+        "use_bias_correction_kl": True,
+        "generation_kwargs": None,
+    }
     assert {name: found[name] for name in expected} == expected
 
 
@@ -198,7 +257,9 @@ def test_grpo_trainer_attributes_and_log_names():
     from posttrain.rl.grpo import CURVES
 
     assert GRPOTrainer.loss_is_scaled_for_ga is True
-    assert {"model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks"} <= set(parameters(GRPOTrainer.__init__))
+    assert {"model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks"} <= set(
+        parameters(GRPOTrainer.__init__)
+    )
     source = inspect.getsource(inspect.getmodule(GRPOTrainer))
     for name in CURVES:
         assert f'"{name}"' in source, name
@@ -226,14 +287,16 @@ def test_snakemake():
 
     assert issubclass(WorkflowError, Exception)
     assert defaults(DAGSettings)["max_checksum_file_size"] == MAX_BYTES  # larger inputs are compared by time alone
-    assert "self.global_resources" in inspect.getsource(Workflow) and isinstance(inspect.getattr_static(Workflow, "basedir"), property)
+    assert "self.global_resources" in inspect.getsource(Workflow) and isinstance(
+        inspect.getattr_static(Workflow, "basedir"), property
+    )
 
 
 def test_snakemake_progress_lines_that_make_run_reads():
-    import posttrain.run as run
-
     import snakemake.api  # noqa: F401
     from snakemake import logging
+
+    import posttrain.run as run
 
     source = inspect.getsource(logging)
     assert "{done} of {total} steps (" in source

@@ -79,9 +79,17 @@ def test_first_tokens_follow_the_models_distribution(model, tokenizer, prompts, 
 
 @pytest.mark.parametrize(
     "habit",
-    [{"repetition_penalty": 9.0}, {"min_p": 0.9}, {"no_repeat_ngram_size": 1}, {"suppress_tokens": [3, 4, 5]}, {"top_k": 1},
-     {"eos_token_id": 5}, {"max_length": 3}, {"num_beams": 2}],
-)  # fmt: skip
+    [
+        {"repetition_penalty": 9.0},
+        {"min_p": 0.9},
+        {"no_repeat_ngram_size": 1},
+        {"suppress_tokens": [3, 4, 5]},
+        {"top_k": 1},
+        {"eos_token_id": 5},
+        {"max_length": 3},
+        {"num_beams": 2},
+    ],
+)
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_habits_that_a_hub_model_brings_along_take_no_part(model, tokenizer, prompts, habit, temperature):
     options = {"count": 1, "max_new_tokens": 8, "seed": 6, "temperature": temperature}

@@ -19,8 +19,23 @@ MODULES = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-HEAVY = ("torch", "transformers", "trl", "pandas", "datasets", "pyarrow", "scipy", "matplotlib", "wandb", "peft", "accelerate",
-         "reasoning_gym", "tokenizers", "snakemake", "huggingface_hub")  # fmt: skip
+HEAVY = (
+    "torch",
+    "transformers",
+    "trl",
+    "pandas",
+    "datasets",
+    "pyarrow",
+    "scipy",
+    "matplotlib",
+    "wandb",
+    "peft",
+    "accelerate",
+    "reasoning_gym",
+    "tokenizers",
+    "snakemake",
+    "huggingface_hub",
+)
 DYNAMIC = {"posttrain.study", "posttrain.core.warm"}  # the workflow's door, and the server that runs any module
 HUB = {"posttrain.base.hub", "posttrain.pin", "posttrain.sft.traces"}
 
@@ -65,7 +80,9 @@ def test_layers(module):
         return
     allowed = {"core": {"core"}, "report": {"core", "report"}}.get(own, {"core", "data", own})
     for name in imported(module):
-        assert package(name) in allowed, f"{module} imports {name}; a stage may import core, data and itself, core and report less"
+        assert package(name) in allowed, (
+            f"{module} imports {name}; a stage may import core, data and itself, core and report less"
+        )
 
 
 def test_layers_would_notice():
@@ -89,10 +106,14 @@ def test_imports_are_such_that_the_code_digest_sees_them(module):
 def test_nothing_evaluates_text_or_runs_foreign_code(module):
     for name, node in calls(module):
         assert name not in (":eval", ":exec", ":compile", "system", "popen"), f"{module}:{node.lineno}: {name}"
-        assert not (name in ("load", "loads") and ast.unparse(node.func).split(".")[0] in ("torch", "pickle", "yaml", "marshal", "dill"))
+        assert not (
+            name in ("load", "loads") and ast.unparse(node.func).split(".")[0] in ("torch", "pickle", "yaml", "marshal", "dill")
+        )
         for keyword in node.keywords:
             if keyword.arg in ("trust_remote_code", "shell"):
-                assert isinstance(keyword.value, ast.Constant) and keyword.value.value is False, f"{module}:{node.lineno}: {keyword.arg}"
+                assert isinstance(keyword.value, ast.Constant) and keyword.value.value is False, (
+                    f"{module}:{node.lineno}: {keyword.arg}"
+                )
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
@@ -105,7 +126,9 @@ def test_hub_access_is_where_it_is_expected_and_pinned(module):
     for name, node in calls(module):
         if name.lstrip(":") in ("load_dataset", "snapshot_download", "hf_hub_download", "HfApi"):
             assert module in HUB, f"{module}:{node.lineno}: {name}"
-            assert name == ":HfApi" or "revision" in {keyword.arg for keyword in node.keywords}, f"{module}:{node.lineno}: no revision"
+            assert name == ":HfApi" or "revision" in {keyword.arg for keyword in node.keywords}, (
+                f"{module}:{node.lineno}: no revision"
+            )
         if name == "from_pretrained" and package(module) != "base":
             assert any(k.arg == "local_files_only" and k.value.value is True for k in node.keywords), f"{module}:{node.lineno}"
 

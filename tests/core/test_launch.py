@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -61,7 +62,9 @@ def test_impossible_geometry(nodes, gpus):
         launch.command("m", [], nodes=nodes, gpus=gpus)
 
 
-@pytest.mark.parametrize(("threads", "gpus", "share"), [(2, 0, "2"), (8, 1, "8"), (8, 4, "2"), (3, 4, "1"), (0, 0, "1"), (7, 2, "3")])
+@pytest.mark.parametrize(
+    ("threads", "gpus", "share"), [(2, 0, "2"), (8, 1, "8"), (8, 4, "2"), (3, 4, "1"), (0, 0, "1"), (7, 2, "3")]
+)
 def test_threads_per_process_never_exceed_the_allocation(threads, gpus, share):
     found = launch.environment(threads, gpus)
     assert {found[name] for name in launch.THREAD_VARIABLES} == {share} and found["TOKENIZERS_PARALLELISM"] == "false"
@@ -75,9 +78,17 @@ def test_parse():
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["m.n"], ["--"], ["--nodes", "--", "m"], ["--nodes", "two", "--", "m"], ["--nodes", "-1", "--", "m"], ["--gpu", "1", "--", "m"],
-     ["--nodes", "1", "extra", "--", "m"]],
-)  # fmt: skip
+    [
+        [],
+        ["m.n"],
+        ["--"],
+        ["--nodes", "--", "m"],
+        ["--nodes", "two", "--", "m"],
+        ["--nodes", "-1", "--", "m"],
+        ["--gpu", "1", "--", "m"],
+        ["--nodes", "1", "extra", "--", "m"],
+    ],
+)
 def test_wrong_launcher_flags_are_a_sentence(words):
     with pytest.raises(SystemExit) as caught:
         launch.parse(words)
@@ -87,7 +98,9 @@ def test_wrong_launcher_flags_are_a_sentence(words):
 @pytest.fixture
 def job(tmp_path) -> Path:
     (tmp_path / "probe.py").write_text(
-        "import os, sys, json\nprint(json.dumps([sys.argv[1:], os.environ['OMP_NUM_THREADS'], os.getcwd()]))\nsys.exit(int(sys.argv[1]))\n"
+        "import os, sys, json\n"
+        "print(json.dumps([sys.argv[1:], os.environ['OMP_NUM_THREADS'], os.getcwd()]))\n"
+        "sys.exit(int(sys.argv[1]))\n"
     )
     return tmp_path
 
@@ -99,9 +112,16 @@ def test_the_line_that_is_shown_is_what_runs(job):
     line, _, result = first.stdout.partition("\n")
     assert first.returncode == 7 and shlex.split(line) == ["python", "-m", "probe", *words] and not first.stderr
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    again = subprocess.run(["bash", "-c", line], cwd=job, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True, check=False)
+    again = subprocess.run(
+        ["bash", "-c", line],
+        cwd=job,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert again.returncode == 7 and again.stdout == result
-    assert result == f'[{__import__("json").dumps(words)}, "2", "{job}"]\n'
+    assert result == f'[{json.dumps(words)}, "2", "{job}"]\n'
 
 
 def test_launcher_needs_the_standard_library_alone():

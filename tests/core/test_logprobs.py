@@ -70,7 +70,9 @@ def test_gradient_is_one_hot_minus_softmax():
 def test_padded_vocabulary_columns_change_nothing():
     logits, tokens = draw(6)
     padded = torch.cat([logits, torch.full((6, 128), -torch.inf)], -1)
-    assert torch.equal(token_logprobs(padded, tokens), token_logprobs(logits, tokens)) and torch.allclose(entropy(padded), entropy(logits))
+    assert torch.equal(token_logprobs(padded, tokens), token_logprobs(logits, tokens)) and torch.allclose(
+        entropy(padded), entropy(logits)
+    )
 
 
 def test_extreme_logits_stay_finite():

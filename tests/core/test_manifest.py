@@ -97,7 +97,7 @@ def test_no_secret_of_the_environment_is_written(output, monkeypatch):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_metric_that_is_not_finite_is_named_and_nothing_is_written(output, value):
-    with pytest.raises(UserError, match="metric loss of .* is "):
+    with pytest.raises(UserError, match=r"metric loss of .* is "):
         manifest.publish(job(output), {"fine": 1.0, "loss": value})
     assert list(output.parent.iterdir()) == []
 
@@ -127,8 +127,12 @@ def test_inputs_are_recorded_by_content(output, tmp_path):
         path.write_text(name)
     one = job(output, start=files["a"], parts={"x": files["b"]}, several=(files["c"], files["d"]))
     found = manifest.publish(one, {}).inputs
-    assert found == {"parts.x": manifest.sha256(files["b"]), "several.0": manifest.sha256(files["c"]),
-                     "several.1": manifest.sha256(files["d"]), "start": manifest.sha256(files["a"])}  # fmt: skip
+    assert found == {
+        "parts.x": manifest.sha256(files["b"]),
+        "several.0": manifest.sha256(files["c"]),
+        "several.1": manifest.sha256(files["d"]),
+        "start": manifest.sha256(files["a"]),
+    }
     assert manifest.publish(job(output), {}).inputs == {}
 
 
@@ -199,11 +203,19 @@ def test_identity():
 
 @pytest.mark.parametrize(
     "path",
-    ["manifest.json", "grpo/a/seed0/manifest.json", "rl/grpo/a/seed0/other.json", "rl/grpo/a/0/manifest.json",
-     "rl/grpo/a/seed/manifest.json", "rl/grpo/a/seedx/manifest.json", "rl/grpo/a/seed-1/manifest.json", "-"],
-)  # fmt: skip
+    [
+        "manifest.json",
+        "grpo/a/seed0/manifest.json",
+        "rl/grpo/a/seed0/other.json",
+        "rl/grpo/a/0/manifest.json",
+        "rl/grpo/a/seed/manifest.json",
+        "rl/grpo/a/seedx/manifest.json",
+        "rl/grpo/a/seed-1/manifest.json",
+        "-",
+    ],
+)
 def test_identity_of_other_paths_is_a_sentence(path):
-    with pytest.raises(UserError, match="give a path that ends in <stage>/<method>/<variant>/seed<k>/manifest.json"):
+    with pytest.raises(UserError, match="give a path that ends in <stage>/<method>/<variant>/seed<k>/manifest"):
         manifest.identity(Path(path))
 
 

@@ -71,7 +71,11 @@ def test_loaded_model_is_the_saved_one(saved, tokenizer):
     assert again.get_input_embeddings().weight is again.get_output_embeddings().weight
     loaded = models.load_tokenizer(path)
     assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == tokenizer.chat_template
-    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (tokenizer.eos_token_id, tokenizer.pad_token_id, "left")
+    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        "left",
+    )
 
 
 def test_dtype_is_asked_for_never_the_checkpoints(saved, tokenizer):
@@ -100,12 +104,17 @@ def test_an_interrupted_save_leaves_the_old_model(saved, tokenizer, monkeypatch)
     models.load(path)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:-1], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])]
+)
 def test_damaged_weights_are_named(saved, damage):
     path, _ = saved
     weights = path.parent / "model" / "model.safetensors"
     weights.write_bytes(damage(weights.read_bytes()))
-    assert refused(models.load, path) == f"{weights} differs from what {path} records; delete the manifest and run `snakemake {path}`."
+    assert (
+        refused(models.load, path)
+        == f"{weights} differs from what {path} records; delete the manifest and run `snakemake {path}`."
+    )
 
 
 def test_missing_weights_are_named(saved):
@@ -130,4 +139,6 @@ def test_tokenizer_job_has_its_own_folder(tmp_path, tokenizer):
 
 def test_place(tokenizer):
     model = build(tokenizer)
-    assert models.place(model, "cpu") is model and models.place(model).device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert models.place(model, "cpu") is model and models.place(model).device.type == (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )

@@ -70,7 +70,9 @@ def test_wilson_by_formula(pair):
     z, p = 1.959963984540054, c / n
     centre, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     found = wilson(c, n)
-    assert found.low == pytest.approx(max(0, centre - half), abs=1e-9) and found.high == pytest.approx(min(1, centre + half), abs=1e-9)
+    assert found.low == pytest.approx(max(0, centre - half), abs=1e-9) and found.high == pytest.approx(
+        min(1, centre + half), abs=1e-9
+    )
     assert 0 <= found.low <= p <= found.high <= 1
 
 
@@ -127,7 +129,9 @@ def test_interval_of_a_mean_agrees_with_the_normal_one():
     found = bootstrap([values])
     half = 1.96 * values.std() / 20
     assert found.estimate == pytest.approx(values.mean())
-    assert found.low == pytest.approx(values.mean() - half, abs=0.03) and found.high == pytest.approx(values.mean() + half, abs=0.03)
+    assert found.low == pytest.approx(values.mean() - half, abs=0.03) and found.high == pytest.approx(
+        values.mean() + half, abs=0.03
+    )
 
 
 def test_pairs_are_resampled_together():
@@ -160,8 +164,16 @@ def test_constant_values_have_no_width():
     assert bootstrap([np.full(10, 2.0)] * 2) == Interval(2.0, 2.0, 2.0)
 
 
-@pytest.mark.parametrize(("samples", "words"), [([], "zero items"), ([np.array([])], "zero items"), ([np.ones(3), np.array([])], "zero items"),
-                                                ([np.ones(1)], "at least two items"), ([np.ones(1), np.ones(1)], "at least two items")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ([], "zero items"),
+        ([np.array([])], "zero items"),
+        ([np.ones(3), np.array([])], "zero items"),
+        ([np.ones(1)], "at least two items"),
+        ([np.ones(1), np.ones(1)], "at least two items"),
+    ],
+)
 def test_intervals_that_do_not_exist(samples, words):
     with pytest.raises(UserError, match=words):
         bootstrap(samples)

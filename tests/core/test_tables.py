@@ -45,7 +45,9 @@ def test_numbers_keep_their_bits(tmp_path):
     assert [row["x"].hex() for row in tables.read(tmp_path / "x")] == [v.hex() for v in values]
 
 
-@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"PAR1" + b[4:-4], lambda b: b"hello world, no parquet"])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"PAR1" + b[4:-4], lambda b: b"hello world, no parquet"]
+)
 def test_broken_files_are_named(tmp_path, damage):
     path = tables.write(ROWS, tmp_path / "x.parquet")
     path.write_bytes(damage(path.read_bytes()))

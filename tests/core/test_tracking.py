@@ -58,7 +58,7 @@ def test_mode(monkeypatch):
         monkeypatch.setenv("POSTTRAIN_WANDB_MODE", value)
         assert mode() == value
     monkeypatch.setenv("POSTTRAIN_WANDB_MODE", "on")
-    with pytest.raises(UserError, match="wandb.mode = 'on': choose one of disabled, offline, online"):
+    with pytest.raises(UserError, match=r"wandb\.mode = 'on': choose one of disabled, offline, online"):
         mode()
 
 

@@ -145,7 +145,8 @@ def code(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("world", "batch", "accumulation", "per_device"), [(1, 64, 1, 64), (1, 64, 8, 8), (2, 64, 4, 8), (4, 64, 16, 1), (3, 12, 2, 2)]
+    ("world", "batch", "accumulation", "per_device"),
+    [(1, 64, 1, 64), (1, 64, 8, 8), (2, 64, 4, 8), (4, 64, 16, 1), (3, 12, 2, 2)],
 )
 def test_batch_arithmetic(output, monkeypatch, world, batch, accumulation, per_device):
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -157,12 +158,16 @@ def test_batch_arithmetic(output, monkeypatch, world, batch, accumulation, per_d
 @pytest.mark.parametrize(("world", "batch", "accumulation"), [(3, 64, 1), (4, 8, 4), (2, 1, 1)])
 def test_batch_that_cannot_be_shared_out(output, monkeypatch, world, batch, accumulation):
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(UserError, match=f"batch_size {batch} is not a multiple of {world} processes x {accumulation} accumulation"):
+    with pytest.raises(
+        UserError, match=f"batch_size {batch} is not a multiple of {world} processes x {accumulation} accumulation"
+    ):
         arguments(job(output, batch_size=batch, accumulation=accumulation))
 
 
 def test_other_arguments(output):
-    found = arguments(job(output, seed=7, steps=50, warmup=0.1, precision="bfloat16", checkpoint_every=10, max_grad_norm=0.5), bf16=False)
+    found = arguments(
+        job(output, seed=7, steps=50, warmup=0.1, precision="bfloat16", checkpoint_every=10, max_grad_norm=0.5), bf16=False
+    )
     assert (found["seed"], found["data_seed"], found["max_steps"], found["warmup_steps"]) == (7, 7, 50, 5)
     assert (found["save_strategy"], found["save_steps"], found["max_grad_norm"]) == ("steps", 10, 0.5)
     assert found["bf16"] is False  # what a job adds wins
@@ -215,7 +220,9 @@ def test_loss_that_is_not_finite_stops_with_a_sentence(output, name, value):
 
 def test_history_holds_numbers_that_do_not_differ_between_runs(output):
     found = callback(job(output))
-    found.on_log(None, state(1), None, {"loss": 0.5, "learning_rate": 1e-3, "text": "x", "train_samples_per_second": 4.0, "step_time": 2.0})
+    found.on_log(
+        None, state(1), None, {"loss": 0.5, "learning_rate": 1e-3, "text": "x", "train_samples_per_second": 4.0, "step_time": 2.0}
+    )
     found.on_log(None, state(1), None, {"train_runtime": 1.0, "train_loss": 0.5})
     found.on_log(None, state(2), None, None)
     assert read_history(output.parent / "history.jsonl") == [{"step": 1, "loss": 0.5, "learning_rate": 1e-3}, {"step": 2}]
@@ -226,7 +233,11 @@ def test_time_limit_saves_and_stops(output, monkeypatch):
     found, flags = callback(job(output, max_minutes=1)), control()
     found.on_step_end(None, state(3), flags)
     assert flags.should_save and flags.should_training_stop and found.out_of_time
-    for options, step in (({"max_minutes": 2}, 3), ({"max_minutes": None}, 3), ({"max_minutes": 1}, 10)):  # the last step ends anyway
+    for options, step in (
+        ({"max_minutes": 2}, 3),
+        ({"max_minutes": None}, 3),
+        ({"max_minutes": 1}, 10),
+    ):  # the last step ends anyway
         found, flags = callback(job(output, **options)), control()
         found.on_step_end(None, state(step), flags)
         assert not (flags.should_save or flags.should_training_stop or found.out_of_time)

@@ -63,9 +63,19 @@ def server() -> Iterator[Path]:
             process.kill()
 
 
-def launch(folder: Path, module: str, *flags: str, address: Path | None, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(module, *flags), cwd=folder, env=variables(address, **environment), input=stdin, capture_output=True,
-                          text=True, check=False, timeout=60)  # fmt: skip
+def launch(
+    folder: Path, module: str, *flags: str, address: Path | None, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(module, *flags),
+        cwd=folder,
+        env=variables(address, **environment),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
 
 
 def command(module: str, *flags: str) -> list[str]:
@@ -182,7 +192,9 @@ def test_a_server_that_dies_before_it_takes_the_job(tmp_path, read):
         server.bind(str(address))
         server.listen()
         environment = variables(address, SHOW=str(tmp_path / "shown.json"))
-        with subprocess.Popen(command("probe"), cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as launcher:
+        with subprocess.Popen(
+            command("probe"), cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        ) as launcher:
             connection, _ = server.accept()
             if read:
                 connection.recv(4)
@@ -213,7 +225,8 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path):
     starter = (
         "import subprocess, sys\n"
         "*words, writer = sys.argv[1:]\n"
-        "child = subprocess.Popen([sys.executable, '-c', *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[int(writer)])\n"
+        "streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.DEVNULL, 'pass_fds': [int(writer)]}\n"
+        "child = subprocess.Popen([sys.executable, '-c', *words], **streams)\n"
         "child.stdout.readline()\nprint(child.pid)\n"
     )
     reader, writer = os.pipe()

@@ -40,7 +40,16 @@ def table(tokenizer, prompt: str, response: str) -> list[tuple[str, int]]:
 
 
 def test_golden_characters():
-    assert table(make_characters(), "12=", "a3#3") == [("1", 0), ("2", 0), ("=", 0), ("a", 1), ("3", 1), ("#", 1), ("3", 1), (EOS, 1)]
+    assert table(make_characters(), "12=", "a3#3") == [
+        ("1", 0),
+        ("2", 0),
+        ("=", 0),
+        ("a", 1),
+        ("3", 1),
+        ("#", 1),
+        ("3", 1),
+        (EOS, 1),
+    ]
     head, tail = chat.render(make_characters(), "12=", "a3#3")
     assert (head, tail) == ([3, 4, 12], [13, 5, 15, 5, 1])
 
@@ -100,7 +109,8 @@ def test_pad_that_is_eos_keeps_the_eos_label(tokenizer):
         ),
         "counts turns in front": "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}{{ eos_token }}",
         "marks the last user turn": (
-            "{% for m in messages %}{% if loop.last and m['role'] == 'user' %}#{% endif %}{{ m['content'] }}{% endfor %}{{ eos_token }}"
+            "{% for m in messages %}{% if loop.last and m['role'] == 'user' %}#{% endif %}{{ m['content'] }}{% endfor %}"
+            "{{ eos_token }}"
         ),
         "has another generation prompt": (
             "{% for m in messages %}{% if m['role'] == 'assistant' %}b{% endif %}{{ m['content'] }}{% endfor %}{{ eos_token }}"
@@ -119,11 +129,11 @@ def test_templates_that_would_shift_the_mask_are_refused(tokenizer, template):
 
 
 def test_a_tokenizer_that_merges_across_the_border_is_refused():
-    merging = wrap(byte_pairs(["=a"] * 50, 300))
-    assert merging.convert_ids_to_tokens(merging("1=a")["input_ids"]) == ["1", "=a"]
+    merging = wrap(byte_pairs(["today"] * 50, 300))
+    assert merging.convert_ids_to_tokens(merging("today")["input_ids"]) == ["today"]
     with pytest.raises(UserError, match="token prefix"):
-        chat.render(merging, "1=", "a")
-    assert chat.render(merging, "1=", "b")
+        chat.render(merging, "to", "day")
+    assert chat.render(merging, "to", " day")
 
 
 def test_eos_inside_the_response_ends_at_the_last_one(tokenizer):

@@ -25,7 +25,11 @@ def speech(seed: int, words: int = 120) -> str:
 
 
 def play(seed: int) -> str:
-    parts = [f"## ACT {n}\n\n### Scene {n}\n\n**HAMLET.** *{speech(seed * 10 + n, 60)}*\n\n---\n\n\n\n> {speech(seed * 10 + n + 5, 20)}\n" for n in (1, 2)]
+    parts = [
+        f"## ACT {n}\n\n### Scene {n}\n\n**HAMLET.** *{speech(seed * 10 + n, 60)}*\n\n"
+        f"---\n\n\n\n> {speech(seed * 10 + n + 5, 20)}\n"
+        for n in (1, 2)
+    ]
     return f"# The Play\n\nshort preface\n\n{''.join(parts)}"
 
 
@@ -82,12 +86,19 @@ def test_scenes():
 
 
 def test_documents_are_cut_in_seeded_order(wheel):
-    wheel({f"p/speeches/{i:02d}.txt": speech(i) for i in range(20)} | {"p/other.txt": "x", "p/speeches/readme.md": "y", "p/speeches/empty.txt": " \n"})
+    wheel(
+        {f"p/speeches/{i:02d}.txt": speech(i) for i in range(20)}
+        | {"p/other.txt": "x", "p/speeches/readme.md": "y", "p/speeches/empty.txt": " \n"}
+    )
     every = documents("s", source(), 0)
     assert len(every) == 20 and {row["text"] for row in every} == {speech(i) for i in range(20)}
-    assert every == documents("s", source(), 0) and [r["group"] for r in every] != [r["group"] for r in documents("s", source(), 1)]
+    assert every == documents("s", source(), 0) and [r["group"] for r in every] != [
+        r["group"] for r in documents("s", source(), 1)
+    ]
     some = documents("s", source(max_characters=3000), 0)
-    assert some == every[: len(some)] and 0 < sum(len(r["text"]) for r in some) <= 3000 < sum(len(r["text"]) for r in every[: len(some) + 1])
+    assert some == every[: len(some)] and 0 < sum(len(r["text"]) for r in some) <= 3000 < sum(
+        len(r["text"]) for r in every[: len(some) + 1]
+    )
     assert len(documents("s", source(max_characters=1), 0)) == 1
 
 
@@ -106,7 +117,9 @@ def test_main(wheel, tmp_path):
     one = job(tmp_path)
     main(one)
     found, kept = manifest.read(one.output), rows(one)
-    assert [found.metrics[f"documents/{s}"].value for s in corpus.SPLITS] == [24, 3, 3] and found.metrics["overlap/mean"].value == 0
+    assert [found.metrics[f"documents/{s}"].value for s in corpus.SPLITS] == [24, 3, 3] and found.metrics[
+        "overlap/mean"
+    ].value == 0
     assert found.metrics["characters/train"].value == sum(len(r["text"]) for r in kept if r["split"] == "train")
     assert found.card["licences"] == {"speeches": "MIT"} and found.card["splits"]["test"] == {"speeches": 3}
     assert len({row["id"] for row in kept}) == 30 == len({row["text"] for row in kept})
@@ -127,7 +140,10 @@ def test_held_out_copies_of_training_text_are_dropped(wheel, tmp_path):
     kept = rows(one)
     training = " ".join(" ".join(row["text"].split()) for row in kept if row["split"] == "train")
     for row in kept:
-        assert row["split"] == "train" or (row["overlap"] <= 0.2 and not any(speech(i) in training and speech(i) in " ".join(row["text"].split()) for i in range(15)))
+        assert row["split"] == "train" or (
+            row["overlap"] <= 0.2
+            and not any(speech(i) in training and speech(i) in " ".join(row["text"].split()) for i in range(15))
+        )
     assert manifest.read(one.output).metrics["overlap/dropped_documents"].value == 30 - len(kept) > 0
 
 
@@ -141,7 +157,10 @@ def test_several_sources_each_in_every_split(wheel, tmp_path):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"validation_share": 0.49, "test_share": 0.49}, "split train of the corpus is empty; lower validation_share and test_share"),
+        (
+            {"validation_share": 0.49, "test_share": 0.49},
+            "split train of the corpus is empty; lower validation_share and test_share",
+        ),
         ({"sources": {"speeches": source(prefix="p/nothing/")}}, "holds no file p/nothing/"),
         ({"sources": {"speeches": source(max_characters=1)}}, "1 documents cannot be split three ways"),
     ],

@@ -101,4 +101,15 @@ def test_against_brute_force(evaluation, training, n):
 
 
 def test_words():
-    assert WORD.findall("Don't_stop: x=3.5, naïve Größe 数学") == ["Don", "t", "stop", "x", "=", "3", "5", "naïve", "Größe", "数学"]
+    assert WORD.findall("Don't_stop: x=3.5, naïve Größe 数学") == [
+        "Don",
+        "t",
+        "stop",
+        "x",
+        "=",
+        "3",
+        "5",
+        "naïve",
+        "Größe",
+        "数学",
+    ]

@@ -22,7 +22,9 @@ GYM = {"chain_sum": {"min_terms": 2, "max_terms": 3}, "gcd": {"max_numbers": 2},
 @given(st.integers(0, 10**6))
 def test_permutation_is_a_derangement(seed):
     found = permutation(seed)
-    assert sorted(found) == list(DIGITS) and all(a != b for a, b in zip(found, DIGITS, strict=True)) and found == permutation(seed)
+    assert (
+        sorted(found) == list(DIGITS) and all(a != b for a, b in zip(found, DIGITS, strict=True)) and found == permutation(seed)
+    )
 
 
 def test_permutations_differ():
@@ -102,7 +104,9 @@ def test_reasoning_items():
     assert len(rows) >= 60 and {row["family"] for row in rows} == set(GYM)
     assert min(sum(row["family"] == name for row in rows) for name in GYM) >= 20
     for row in rows:
-        assert correct(row["demonstration"], row["answer"], "boxed") and row["prompt"].endswith(" Put the final answer in \\boxed{}.")
+        assert correct(row["demonstration"], row["answer"], "boxed") and row["prompt"].endswith(
+            " Put the final answer in \\boxed{}."
+        )
         assert row["answer"].strip() and not correct(row["prompt"], row["answer"], "boxed")  # an echo earns nothing
         assert extract(row["demonstration"], "boxed") == row["answer"].strip()
     assert [row["family"] for row in rows] != sorted(row["family"] for row in rows)

@@ -25,19 +25,31 @@ def place(root: Path, reference: str) -> Path:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("mix")
-    found = {"task": place(root, "data/tasks/two_style"), "tokenizer": place(root, "data/tokenizer/style"),
-             "prose": place(root, "data/corpus/prose"), "root": root}  # fmt: skip
+    found = {
+        "task": place(root, "data/tasks/two_style"),
+        "tokenizer": place(root, "data/tokenizer/style"),
+        "prose": place(root, "data/corpus/prose"),
+        "root": root,
+    }
     tasks.main(tasks.Config(output=found["task"], kind="two_style", digits=3, train=80, validation=10, test=10))
     tokenizer.main(tokenizer.Config(output=found["tokenizer"], kind="characters", alphabet="0123456789=ab#"))
-    rows = [{"split": split, "text": f"{i:03d}" * n} for n, split in ((4, "train"), (5, "validation"), (6, "test")) for i in range(12)]
+    rows = [
+        {"split": split, "text": f"{i:03d}" * n} for n, split in ((4, "train"), (5, "validation"), (6, "test")) for i in range(12)
+    ]
     manifest.publish(JobConfig(output=found["prose"]), {}, [tables.write(rows, found["prose"].parent / "documents.parquet")])
     return found
 
 
 def job(world, root: Path, **values) -> Config:
     parts = {"two_style": {"share": 0.25, "field": "demonstration"}, "prose": {"share": 0.75, "field": "text"}}
-    defaults = {"output": place(root, "data/mix/m"), "tokens": 1000, "held_out_tokens": 100, "parts": parts, "tokenizer": world["tokenizer"],
-                "sources": {"two_style": world["task"], "prose": world["prose"]}}  # fmt: skip
+    defaults = {
+        "output": place(root, "data/mix/m"),
+        "tokens": 1000,
+        "held_out_tokens": 100,
+        "parts": parts,
+        "tokenizer": world["tokenizer"],
+        "sources": {"two_style": world["task"], "prose": world["prose"]},
+    }
     return Config(**{**defaults, **values})
 
 
@@ -73,9 +85,21 @@ def test_shares_are_exact(world, tmp_path):
     counts = Counter()
     for row in rows:
         counts[row["split"], row["source"]] += len(row["input_ids"])
-    assert counts == {("train", "two_style"): 250, ("train", "prose"): 750, ("validation", "two_style"): 25, ("validation", "prose"): 75,
-                      ("test", "two_style"): 25, ("test", "prose"): 75}  # fmt: skip
-    assert [found.metrics[f"tokens/{s}"].value for s in ("train", "validation", "test", "two_style", "prose")] == [1000, 100, 100, 250, 750]
+    assert counts == {
+        ("train", "two_style"): 250,
+        ("train", "prose"): 750,
+        ("validation", "two_style"): 25,
+        ("validation", "prose"): 75,
+        ("test", "two_style"): 25,
+        ("test", "prose"): 75,
+    }
+    assert [found.metrics[f"tokens/{s}"].value for s in ("train", "validation", "test", "two_style", "prose")] == [
+        1000,
+        100,
+        100,
+        250,
+        750,
+    ]
     realised = found.card["realised"]["prose"]  # 12 documents of 13 tokens: 57 whole ones and 9 tokens of another
     assert realised == {"tokens": 750, "documents": 58, "epochs": round(58 / 12, 4)}
 
@@ -112,13 +136,17 @@ def test_same_seed_same_bytes_other_seed_other_order(world, tmp_path):
 
 
 def test_parts_and_sources_must_name_the_same(world, tmp_path):
-    with pytest.raises(UserError, match=r"--parts names \['prose', 'two_style'\], --sources \['two_style'\]; they must be the same"):
+    with pytest.raises(
+        UserError, match=r"--parts names \['prose', 'two_style'\], --sources \['two_style'\]; they must be the same"
+    ):
         main(job(world, tmp_path, sources={"two_style": world["task"]}))
 
 
 def test_damaged_source_is_named(world, tmp_path):
     broken = place(tmp_path, "data/corpus/broken")
-    manifest.publish(JobConfig(output=broken), {}, [tables.write([{"split": "train", "text": "1"}], broken.parent / "documents.parquet")])
+    manifest.publish(
+        JobConfig(output=broken), {}, [tables.write([{"split": "train", "text": "1"}], broken.parent / "documents.parquet")]
+    )
     (broken.parent / "documents.parquet").write_bytes(b"x")
     with pytest.raises(UserError, match=r"documents\.parquet differs from what"):
         main(job(world, tmp_path, sources={"two_style": world["task"], "prose": broken}))
@@ -126,7 +154,9 @@ def test_damaged_source_is_named(world, tmp_path):
 
 def test_missing_split_is_named(world, tmp_path):
     only = place(tmp_path, "data/corpus/only")
-    manifest.publish(JobConfig(output=only), {}, [tables.write([{"split": "train", "text": "1"}], only.parent / "documents.parquet")])
+    manifest.publish(
+        JobConfig(output=only), {}, [tables.write([{"split": "train", "text": "1"}], only.parent / "documents.parquet")]
+    )
     with pytest.raises(UserError, match=r"documents\.parquet has no rows for .*validation"):
         main(job(world, tmp_path, sources={"two_style": world["task"], "prose": only}))
 

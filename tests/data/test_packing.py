@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -61,10 +63,14 @@ def unpack(packed: dict[str, np.ndarray], row: int) -> list[tuple[list[int], lis
     """(ids, labels) of each run of positions that starts at 0, padding left out."""
     positions = packed["position_ids"][row]
     starts = [*np.flatnonzero(positions == 0), len(positions)]
-    runs = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    runs = [slice(a, b) for a, b in itertools.pairwise(starts)]
     for run in runs:
         assert positions[run].tolist() == list(range(run.stop - run.start))
-    return [(packed["input_ids"][row, r].tolist(), packed["labels"][row, r].tolist()) for r in runs if packed["input_ids"][row, r.start] != PAD]
+    return [
+        (packed["input_ids"][row, r].tolist(), packed["labels"][row, r].tolist())
+        for r in runs
+        if packed["input_ids"][row, r.start] != PAD
+    ]
 
 
 @given(documents)
@@ -104,9 +110,16 @@ def model(request):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=31, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        max_position_embeddings=64, attn_implementation=request.param, use_cache=False,
-    )  # fmt: skip
+        vocab_size=31,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        attn_implementation=request.param,
+        use_cache=False,
+    )
     found = LlamaForCausalLM(config)
     with torch.no_grad():
         for p in found.parameters():
@@ -130,7 +143,7 @@ def by_document(ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
     found = {}
     for row in range(len(ids)):
         starts = [*torch.nonzero(positions[row] == 0)[:, 0].tolist(), ids.shape[1]]
-        for a, b in zip(starts, starts[1:], strict=False):
+        for a, b in itertools.pairwise(starts):
             found[tuple(ids[row, a:b].tolist())] = logits[row, a:b]
     return found
 

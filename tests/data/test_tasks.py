@@ -74,7 +74,10 @@ def test_test_items_do_not_depend_on_how_many_training_items_are_taken(tmp_path)
 
 
 def test_distinct_folds_case_space_and_punctuation():
-    rows = [{"prompt": p, "n": i} for i, p in enumerate(["What is 2+3?", "what  is\n2 + 3", "What is 2-3?", "What is 2+3 ?!", "WHAT IS 23"])]
+    rows = [
+        {"prompt": p, "n": i}
+        for i, p in enumerate(["What is 2+3?", "what  is\n2 + 3", "What is 2-3?", "What is 2+3 ?!", "WHAT IS 23"])
+    ]
     assert [row["n"] for row in distinct(rows)] == [0, 2, 4]
 
 

@@ -15,7 +15,7 @@ from posttrain.data import tokenizer as tokenizers
 from posttrain.data.tokenizer import EOS, PAD, Config, byte_pairs, characters, main, wrap
 
 PROSE = ["The rivers and the mountains, 1234 of them.\n\nAnd the sea.", "Fellow-citizens of the Senate: the year 1789."] * 30
-BPE = wrap(byte_pairs(PROSE, 320))
+BPE = wrap(byte_pairs(PROSE, 290))
 CHARACTERS = wrap(characters("0123456789=ab#\n é"))
 
 
@@ -50,20 +50,23 @@ def test_digits_stand_alone(text):
 
 def test_special_tokens():
     for tokenizer in (CHARACTERS, BPE):
-        assert (tokenizer.pad_token, tokenizer.eos_token) == (PAD, EOS) and (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+        assert (tokenizer.pad_token, tokenizer.eos_token) == (PAD, EOS) and (tokenizer.pad_token_id, tokenizer.eos_token_id) == (
+            0,
+            1,
+        )
         assert tokenizer.padding_side == "left" and tokenizer.decode([0, 1, 5], skip_special_tokens=True) == tokenizer.decode([5])
         assert "bos" not in str(tokenizer.special_tokens_map)
 
 
 def test_sizes():
-    assert len(BPE) == 320 and len(CHARACTERS) == 17 + 2
+    assert len(BPE) == 290 and len(CHARACTERS) == 17 + 2
     assert len(wrap(characters("aab"))) == 4  # a letter named twice is one token
     assert len(wrap(byte_pairs(["x"], 258))) == 258
 
 
 def test_merges_are_learnt_from_the_text_and_the_same_each_time():
     assert len(ids(BPE, PROSE[0])) < len(PROSE[0]) / 1.5
-    assert byte_pairs(PROSE, 320).to_str() == byte_pairs(PROSE, 320).to_str()
+    assert byte_pairs(PROSE, 290).to_str() == byte_pairs(PROSE, 290).to_str()
 
 
 def test_job_characters(tmp_path):
@@ -80,7 +83,7 @@ def test_job_bpe_learns_from_the_training_split_alone(tmp_path):
     rows = [{"split": "train", "text": t} for t in PROSE] + [{"split": "test", "text": "zyzzyva " * 500}]
     manifest.publish(JobConfig(output=corpus), {}, [tables.write(rows, corpus.parent / "documents.parquet")])
     output = folder(tmp_path, "data/tokenizer/text")
-    main(Config(output=output, kind="bpe", vocabulary=320, corpus=corpus))
+    main(Config(output=output, kind="bpe", vocabulary=290, corpus=corpus))
     again = models.load_tokenizer(output)
     assert again.get_vocab() == BPE.get_vocab() and not any("zyz" in token for token in again.get_vocab())
     assert manifest.read(output).inputs == {"corpus": manifest.sha256(corpus)}

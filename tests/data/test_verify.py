@@ -188,11 +188,25 @@ def test_empty_gold_is_an_error_and_never_a_reward(gold, text, style):
 
 @pytest.mark.parametrize(
     "text",
-    [BOX * 16_000, BOX + "{" * 100_000, BOX + "}" * 100_000, "#" * 100_000, "\\" * 100_000, BOX + "{}" * 50_000, "#" + "1," * 50_000,
-     "#" + "1" * 100_000 + ".", "# " + "a " * 50_000, "#" + " " * 100_000, BOX + " " * 100_000 + "}", "#" + "-" * 100_000,
-     "x" * 100_000, "#" + "111," * 25_000 + "1", "{" * 50_000 + BOX + "}" * 50_000],
+    [
+        BOX * 16_000,
+        BOX + "{" * 100_000,
+        BOX + "}" * 100_000,
+        "#" * 100_000,
+        "\\" * 100_000,
+        BOX + "{}" * 50_000,
+        "#" + "1," * 50_000,
+        "#" + "1" * 100_000 + ".",
+        "# " + "a " * 50_000,
+        "#" + " " * 100_000,
+        BOX + " " * 100_000 + "}",
+        "#" + "-" * 100_000,
+        "x" * 100_000,
+        "#" + "111," * 25_000 + "1",
+        "{" * 50_000 + BOX + "}" * 50_000,
+    ],
     ids=lambda t: f"{t[:10]!a}x{len(t)}",
-)  # fmt: skip
+)
 def test_hostile_texts_of_100_kb_take_linear_time(text):
     """Quadratic time would be minutes; the bound is a hundred times what is needed."""
     start = time.process_time()

@@ -71,7 +71,11 @@ def test_download_is_pinned_alone_and_without_building(cache, pip, tmp_path):
     wanted = pin(build(tmp_path / "there"))
     assert fetch(wanted, cache) == cache / "some_data-1.2-py3-none-any.whl"
     words = called.calls[0]
-    assert words[1:4] == ["-m", "pip", "download"] and words[-1] == "some-data==1.2" and words[words.index("--dest") + 1] == str(cache)
+    assert (
+        words[1:4] == ["-m", "pip", "download"]
+        and words[-1] == "some-data==1.2"
+        and words[words.index("--dest") + 1] == str(cache)
+    )
     assert {"--no-deps", "--only-binary=:all:"} <= set(words)
     assert fetch(wanted, cache) and len(called.calls) == 1
 
@@ -85,7 +89,10 @@ def test_another_version_in_the_cache_is_not_taken(cache, pip, tmp_path):
 def test_wrong_digest_is_named(cache, pip):
     path = build(cache)
     pip(code=1)
-    assert refused(pin(path, sha256="0" * 64), cache) == f"{path} does not have the pinned sha256 000000000000…; delete it and run again."
+    assert (
+        refused(pin(path, sha256="0" * 64), cache)
+        == f"{path} does not have the pinned sha256 000000000000…; delete it and run again."
+    )
 
 
 def test_truncated_wheel_is_named(cache, pip):
@@ -104,7 +111,10 @@ def test_downloaded_wheel_is_checked_too(cache, pip, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"code": 1, "stderr": "WARNING: Retrying\nERROR: No matching distribution found for some-data==1.2\n"}, "ERROR: No matching distribution found for some-data==1.2"),
+        (
+            {"code": 1, "stderr": "WARNING: Retrying\nERROR: No matching distribution found for some-data==1.2\n"},
+            "ERROR: No matching distribution found for some-data==1.2",
+        ),
         ({"code": 1, "stderr": ""}, "no wheel arrived"),
         ({"code": 0, "stderr": ""}, "no wheel arrived"),
     ],

@@ -44,7 +44,9 @@ def test_reasoning_counts_agree_with_verified_responses(world, tmp_path, monkeyp
 def test_reasoning_is_deterministic_and_uses_the_test_split(world, tmp_path):
     outs = []
     for name in ("one", "two"):
-        job = reasoning.Config(output=output(tmp_path / name, "reasoning"), items=16, samples=8, max_new_tokens=10, model=world.base, task=world.task)
+        job = reasoning.Config(
+            output=output(tmp_path / name, "reasoning"), items=16, samples=8, max_new_tokens=10, model=world.base, task=world.task
+        )
         reasoning.main(job)
         outs.append(job.output.read_bytes())
     assert outs[0] == outs[1]

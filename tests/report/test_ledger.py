@@ -68,14 +68,18 @@ def results(tmp_path) -> Path:
     def publish(reference, seed, rows, name):
         path = root / reference / f"seed{seed}" / manifest.NAME
         path.parent.mkdir(parents=True)
-        manifest.publish(Config(output=path, seed=seed, kind="characters", alphabet="a"), {}, [tables.write(rows, path.parent / name)])
+        manifest.publish(
+            Config(output=path, seed=seed, kind="characters", alphabet="a"), {}, [tables.write(rows, path.parent / name)]
+        )
 
     for seed in (0, 1, 2):
         for checkpoint, skill in SKILL.items():
             rows = [{"id": str(i), "n": 16, "correct": int(np.clip(skill + rng.integers(-2, 3), 0, 16))} for i in range(80)]
             publish(f"evaluate/reasoning/task-{checkpoint}", seed, rows, "items.parquet")
         for i, arm in enumerate(ARMS):
-            publish(f"sft/train/task-{arm}", seed, [{"nll": 1.0 + i + rng.normal(0, 0.1)} for _ in range(60)], "validation.parquet")
+            publish(
+                f"sft/train/task-{arm}", seed, [{"nll": 1.0 + i + rng.normal(0, 0.1)} for _ in range(60)], "validation.parquet"
+            )
         times = [{"sft": 1.0 + rng.normal(0, 0.01), "pear_token": 1.02 + rng.normal(0, 0.01)} for _ in range(50)]
         publish("sft/overhead/task", seed, times, "step_times.parquet")
     (tmp_path / "claims.yaml").write_text("""
@@ -92,7 +96,14 @@ m:
 
 
 def ledger(results, seeds=(0, 1, 2)) -> dict[str, dict[str, str]]:
-    job = claims.Config(output=results / "claims.csv", root=results, seeds=seeds, arms=ARMS, claims=results.parents[1] / "claims.yaml", resamples=500)
+    job = claims.Config(
+        output=results / "claims.csv",
+        root=results,
+        seeds=seeds,
+        arms=ARMS,
+        claims=results.parents[1] / "claims.yaml",
+        resamples=500,
+    )
     claims.main(job)
     with open(job.output) as stream:
         reader = csv.DictReader(stream)
@@ -104,7 +115,10 @@ def ledger(results, seeds=(0, 1, 2)) -> dict[str, dict[str, str]]:
 def test_rows(results):
     found = ledger(results)
     assert float(found["gain"]["estimate"]) == pytest.approx(0.5, abs=0.03) and found["gain"]["verdict"] == "replicated"
-    assert float(found["loss"]["estimate"]) == pytest.approx(-float(found["gain"]["estimate"])) and found["loss"]["verdict"] == "contradicted"
+    assert (
+        float(found["loss"]["estimate"]) == pytest.approx(-float(found["gain"]["estimate"]))
+        and found["loss"]["verdict"] == "contradicted"
+    )
     assert float(found["gain"]["ci_low"]) < float(found["gain"]["estimate"]) < float(found["gain"]["ci_high"])
     assert found["gain"]["n"] == "240" and found["gain"]["seeds"] == "3"
     assert float(found["rank"]["estimate"]) == 1.0 and float(found["nll"]["estimate"]) == 1.0

@@ -18,8 +18,17 @@ from posttrain.rl.rewards import exact_answer
 def job(world, folder: Path, **options) -> grpo.Config:
     output = folder / "rl" / "grpo" / "two_style-base" / "seed0" / "manifest.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    defaults = {"steps": 3, "batch_size": 16, "generations": 4, "max_new_tokens": 10, "start": world.base, "task": world.task,
-                "learning_rate": 1e-3, "warmup": 0.0, "kl_prompts": 4}
+    defaults = {
+        "steps": 3,
+        "batch_size": 16,
+        "generations": 4,
+        "max_new_tokens": 10,
+        "start": world.base,
+        "task": world.task,
+        "learning_rate": 1e-3,
+        "warmup": 0.0,
+        "kl_prompts": 4,
+    }
     return grpo.Config(output=output, **(defaults | options))
 
 
@@ -53,8 +62,13 @@ def hand_inputs(trainer, lengths, shift):
     old = logps.detach().clone()
     old[0] -= shift
     return {
-        "prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": completion, "completion_mask": mask,
-        "advantages": advantages(), "old_per_token_logps": old, "num_items_in_batch": mask.sum(),
+        "prompt_ids": prompt,
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": completion,
+        "completion_mask": mask,
+        "advantages": advantages(),
+        "old_per_token_logps": old,
+        "num_items_in_batch": mask.sum(),
     }
 
 
@@ -105,8 +119,13 @@ def test_prompts_do_not_depend_on_the_start(world, tmp_path):
             for p in trainer.model.parameters():
                 p.mul_(1 + noise)
         seen, reward = [], trainer.reward_funcs[0]
-        trainer.reward_funcs[0] = lambda *a, **k: (values := reward(*a, **k), seen.append([row["prompt"] for row in kept]))[0]
-        trainer.reward_funcs[0].__name__ = "reward"
+
+        def watched(*arguments, **keywords):
+            values = reward(*arguments, **keywords)
+            seen.append([row["prompt"] for row in kept])
+            return values
+
+        trainer.reward_funcs[0] = watched
         trainer.train()
         return seen
 
@@ -148,8 +167,15 @@ def test_metrics_and_rollouts(world, tmp_path):
     config = job(world, tmp_path)
     grpo.main(config)
     found = manifest.read(config.output)
-    assert {"kl_to_start", "mean/reward", "mean/reward_std", "mean/frac_reward_zero_std", "mean/entropy",
-            "mean/completions/mean_length", "mean/clip_ratio/region_mean"} <= found.metrics.keys()
+    assert {
+        "kl_to_start",
+        "mean/reward",
+        "mean/reward_std",
+        "mean/frac_reward_zero_std",
+        "mean/entropy",
+        "mean/completions/mean_length",
+        "mean/clip_ratio/region_mean",
+    } <= found.metrics.keys()
     rows = tables.read(config.folder / "rollouts.parquet")
     assert {"prompt", "completion", "answer", "reward"} == rows[0].keys() and len(rows) == 16
 

@@ -44,7 +44,9 @@ def reference(delta, level, gamma, block, clip_delta, clip_log):
 
 def test_hand_example():
     delta = [0.1, -0.2, 0.3]
-    assert weights_of(delta, "token", gamma=0.9, **WIDE).tolist() == pytest.approx([0.81 * math.exp(0.1), 0.9 * math.exp(0.3), 1.0])
+    assert weights_of(delta, "token", gamma=0.9, **WIDE).tolist() == pytest.approx(
+        [0.81 * math.exp(0.1), 0.9 * math.exp(0.3), 1.0]
+    )
     assert weights_of(delta, "token", gamma=0.9, **WIDE).tolist() == pytest.approx([0.8952, 1.2149, 1.0], abs=1e-4)
     assert weights_of(delta, "sequence", gamma=0.9, **WIDE).tolist() == pytest.approx([math.exp(0.2)] * 3)
     assert weights_of(delta, "block", gamma=0.9, block=2, **WIDE).tolist() == pytest.approx([0.9 * math.exp(0.3)] * 2 + [1.0])

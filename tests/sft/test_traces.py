@@ -17,7 +17,14 @@ from posttrain.sft import traces
 def job(world, folder: Path, **options) -> traces.Config:
     path = folder / "sft/traces/t/seed0/manifest.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    defaults = {"source": "teacher", "train": 60, "validation": 20, "tokenizer": world.base, "task": world.task, "max_new_tokens": 12}
+    defaults = {
+        "source": "teacher",
+        "train": 60,
+        "validation": 20,
+        "tokenizer": world.base,
+        "task": world.task,
+        "max_new_tokens": 12,
+    }
     return traces.Config(output=path, **(defaults | options))
 
 
@@ -85,8 +92,20 @@ def test_another_vocabulary_is_refused(world, tmp_path):
     tok, mixed, other = out("data/tokenizer/x"), out("data/mix/x"), out("base/scratch/x")
     tokenizer.main(tokenizer.Config(output=tok, kind="characters", alphabet="ab#=9876543210"))
     parts = {"two_style": mix.Part(share=1.0, field="demonstration")}
-    mix.main(mix.Config(output=mixed, tokens=2000, held_out_tokens=500, parts=parts, tokenizer=tok, sources={"two_style": world.task}))
-    scratch.main(scratch.Config(output=other, shape=Shape(hidden=16, layers=1, heads=2, intermediate=32), length=32, steps=1, batch_size=4, mix=mixed, tokenizer=tok))
+    mix.main(
+        mix.Config(output=mixed, tokens=2000, held_out_tokens=500, parts=parts, tokenizer=tok, sources={"two_style": world.task})
+    )
+    scratch.main(
+        scratch.Config(
+            output=other,
+            shape=Shape(hidden=16, layers=1, heads=2, intermediate=32),
+            length=32,
+            steps=1,
+            batch_size=4,
+            mix=mixed,
+            tokenizer=tok,
+        )
+    )
     with pytest.raises(UserError, match="different vocabularies; ratios between them are undefined"):
         traces.main(job(world, tmp_path / "t", teacher=other))
 
@@ -105,7 +124,9 @@ def test_hub_data_set_with_a_local_fake(world, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", fake)
     fields = {"prompt": "problem", "response": "solution", "answer": "gold"}
     options = {"source": "dataset", "teacher": world.base, "train": 20, "validation": 9, "repo": "o/d", "revision": "b" * 40}
-    monkeypatch.setattr(traces.chat, "render", lambda t, p, r: (t(p)["input_ids"], [*t(r.replace("x", "0"))["input_ids"], t.eos_token_id]))
+    monkeypatch.setattr(
+        traces.chat, "render", lambda t, p, r: (t(p)["input_ids"], [*t(r.replace("x", "0"))["input_ids"], t.eos_token_id])
+    )
     config = job(world, tmp_path, fields=fields, **options)
     traces.main(config)
     rows = tables.read(config.folder / "traces.parquet")

@@ -30,7 +30,9 @@ def ragged(world) -> list[dict]:
     cut = []
     for i, row in enumerate(rows):
         keep = 1 + (i * 5) % 9
-        cut.append(train.example({**row, **{n: row[n][:keep] for n in ("response_ids", "logp_beta", "top_ids", "top_logps")}}, 64))
+        cut.append(
+            train.example({**row, **{n: row[n][:keep] for n in ("response_ids", "logp_beta", "top_ids", "top_logps")}}, 64)
+        )
     return cut
 
 
@@ -39,7 +41,18 @@ def one_step(world, folder, accumulation: int, weighting: str, loss: str = "nll"
     from posttrain.core import determinism
 
     determinism.setup(0)
-    config = job(world, folder, steps=1, accumulation=accumulation, weighting=weighting, loss=loss, norm=norm, learning_rate=1.0, max_grad_norm=1e9, warmup=0.0)
+    config = job(
+        world,
+        folder,
+        steps=1,
+        accumulation=accumulation,
+        weighting=weighting,
+        loss=loss,
+        norm=norm,
+        learning_rate=1.0,
+        max_grad_norm=1e9,
+        warmup=0.0,
+    )
     model, tokenizer = models.load(world.base), models.load_tokenizer(world.base)
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     trainer = train.make_trainer(model, config, ragged(world), tokenizer.pad_token_id, [])
@@ -50,8 +63,13 @@ def one_step(world, folder, accumulation: int, weighting: str, loss: str = "nll"
 
 @pytest.mark.parametrize(
     ("weighting", "loss", "norm"),
-    [("sft", "nll", "tokens"), ("pear_sequence", "nll", "tokens"), ("pear_token", "kl", "tokens"), ("pear_block", "nll", "per_sequence"),
-     ("dft", "nll", "self")],
+    [
+        ("sft", "nll", "tokens"),
+        ("pear_sequence", "nll", "tokens"),
+        ("pear_token", "kl", "tokens"),
+        ("pear_block", "nll", "per_sequence"),
+        ("dft", "nll", "self"),
+    ],
 )
 def test_update_does_not_depend_on_accumulation(world, tmp_path, weighting, loss, norm):
     whole = one_step(world, tmp_path / "1", 1, weighting, loss, norm)
@@ -100,15 +118,26 @@ def test_plain_sft_and_dft_equal_trl(world, tmp_path):
     tokenizer = models.load_tokenizer(world.base)
     data = Dataset.from_list(
         [
-            {"input_ids": r["prompt_ids"] + r["response_ids"], "completion_mask": [0] * len(r["prompt_ids"]) + [1] * len(r["response_ids"])}
+            {
+                "input_ids": r["prompt_ids"] + r["response_ids"],
+                "completion_mask": [0] * len(r["prompt_ids"]) + [1] * len(r["response_ids"]),
+            }
             for r in rows
         ]
     )
     for weighting, loss_type in (("sft", "nll"), ("dft", "dft")):
         model = models.load(world.base)
         args = SFTConfig(
-            output_dir=str(tmp_path / loss_type), use_cpu=True, bf16=False, report_to="none", loss_type=loss_type, max_length=None,
-            completion_only_loss=True, per_device_train_batch_size=16, disable_tqdm=True, activation_checkpointing=False,
+            output_dir=str(tmp_path / loss_type),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            loss_type=loss_type,
+            max_length=None,
+            completion_only_loss=True,
+            per_device_train_batch_size=16,
+            disable_tqdm=True,
+            activation_checkpointing=False,
         )
         theirs = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
         batch = next(iter(theirs.get_train_dataloader()))
@@ -140,7 +169,16 @@ def test_eos_label_survives_when_pad_is_eos(world):
 
 def test_frozen_base_equals_live_at_the_first_step_only(world, tmp_path):
     live = one_step(world, tmp_path / "live", 1, "pear_sequence")
-    config = job(world, tmp_path / "frozen", steps=1, weighting="pear_sequence", ratio_model="frozen_base", learning_rate=1.0, max_grad_norm=1e9, warmup=0.0)
+    config = job(
+        world,
+        tmp_path / "frozen",
+        steps=1,
+        weighting="pear_sequence",
+        ratio_model="frozen_base",
+        learning_rate=1.0,
+        max_grad_norm=1e9,
+        warmup=0.0,
+    )
     model, tokenizer = models.load(world.base), models.load_tokenizer(world.base)
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     data = ragged(world)
@@ -207,8 +245,11 @@ def test_trace_with_a_wrong_number_of_log_probabilities(world, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"clip_delta": (0.5, -0.5)}, "lower bound"), ({"loss": "kl", "negative_strength": 0.1}, "negative_strength needs loss: nll"),
-     ({"batch_size": 10, "accumulation": 3}, "not a multiple of accumulation")],
+    [
+        ({"clip_delta": (0.5, -0.5)}, "lower bound"),
+        ({"loss": "kl", "negative_strength": 0.1}, "negative_strength needs loss: nll"),
+        ({"batch_size": 10, "accumulation": 3}, "not a multiple of accumulation"),
+    ],
 )
 def test_contradictory_settings_are_refused(world, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
@@ -219,7 +260,14 @@ def test_metrics_of_a_job(world, tmp_path):
     config = job(world, tmp_path, weighting="pear_sequence")
     train.main(config)
     found = manifest.read(config.output)
-    assert {"validation/nll", "weights/mean", "weights/ess", "weights/floor", "weights/cap", "grad_norm/mean"} <= found.metrics.keys()
+    assert {
+        "validation/nll",
+        "weights/mean",
+        "weights/ess",
+        "weights/floor",
+        "weights/cap",
+        "grad_norm/mean",
+    } <= found.metrics.keys()
     rows = tables.read(config.folder / "validation.parquet")
     assert found.metrics["validation/nll"].value == pytest.approx(sum(r["nll"] for r in rows) / sum(r["tokens"] for r in rows))
     assert found.inputs.keys() == {"start", "traces"} and found.not_deterministic is None

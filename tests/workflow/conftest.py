@@ -97,7 +97,12 @@ class Project:
 
     def call(self, *words: str, **environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, *words], cwd=self.folder, capture_output=True, text=True, check=False, env={**self.environment, **environment}
+            [sys.executable, *words],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**self.environment, **environment},
         )
 
     def snakemake(self, *words: str, **environment: str) -> subprocess.CompletedProcess:

@@ -13,40 +13,104 @@ import pytest
 
 CONFIG_ERRORS = {
     "unknown key": (
-        "configs/test/sft.yaml", "{steps: 12,", "{stepz: 12,", "configs/test/sft.yaml: train.defaults.stepz is not a known key; did you mean 'steps'?",
+        "configs/test/sft.yaml",
+        "{steps: 12,",
+        "{stepz: 12,",
+        "configs/test/sft.yaml: train.defaults.stepz is not a known key; did you mean 'steps'?",
     ),
-    "misspelt method": ("configs/test/rl.yaml", "grpo:", "grpoo:", "configs/test/rl.yaml: grpoo is not a known key; did you mean 'grpo'?"),
+    "misspelt method": (
+        "configs/test/rl.yaml",
+        "grpo:",
+        "grpoo:",
+        "configs/test/rl.yaml: grpoo is not a known key; did you mean 'grpo'?",
+    ),
     "misspelt weighting": (
-        "configs/test/sft.yaml", "weighting: pear_token", "weighting: pear_tokens",
+        "configs/test/sft.yaml",
+        "weighting: pear_token",
+        "weighting: pear_tokens",
         "configs/test/sft.yaml: train.arm.pear_token.weighting = 'pear_tokens'",
     ),
-    "wrong type": ("configs/test/sft.yaml", "{steps: 12,", "{steps: many,", "train.defaults.steps = 'many': input should be a valid integer"),
-    "text where a number belongs": (
-        "configs/test/rl.yaml", "learning_rate: 0.001", "learning_rate: 1.0 e-5", "grpo.defaults.learning_rate = '1.0 e-5'",
+    "wrong type": (
+        "configs/test/sft.yaml",
+        "{steps: 12,",
+        "{steps: many,",
+        "train.defaults.steps = 'many': input should be a valid integer",
     ),
-    "a negative number": ("configs/test/rl.yaml", "learning_rate: 0.001", "learning_rate: -1e-3", "grpo.defaults.learning_rate = -0.001"),
-    "a key twice": ("configs/test/rl.yaml", "defaults: {steps: 4,", "defaults: {steps: 4, steps: 5,", "configs/test/rl.yaml:3: key 'steps' stands twice"),
-    "broken YAML": ("configs/test/rl.yaml", "defaults: {steps: 4,", "defaults: {steps: 4, ]", "configs/test/rl.yaml:3: not valid YAML"),
+    "text where a number belongs": (
+        "configs/test/rl.yaml",
+        "learning_rate: 0.001",
+        "learning_rate: 1.0 e-5",
+        "grpo.defaults.learning_rate = '1.0 e-5'",
+    ),
+    "a negative number": (
+        "configs/test/rl.yaml",
+        "learning_rate: 0.001",
+        "learning_rate: -1e-3",
+        "grpo.defaults.learning_rate = -0.001",
+    ),
+    "a key twice": (
+        "configs/test/rl.yaml",
+        "defaults: {steps: 4,",
+        "defaults: {steps: 4, steps: 5,",
+        "configs/test/rl.yaml:3: key 'steps' stands twice",
+    ),
+    "broken YAML": (
+        "configs/test/rl.yaml",
+        "defaults: {steps: 4,",
+        "defaults: {steps: 4, ]",
+        "configs/test/rl.yaml:3: not valid YAML",
+    ),
     "contradiction": (
-        "configs/test/rl.yaml", "generations: 4", "generations: 3", "batch_size 16 is not a multiple of generations 3; change one of them",
+        "configs/test/rl.yaml",
+        "generations: 4",
+        "generations: 3",
+        "batch_size 16 is not a multiple of generations 3; change one of them",
     ),
     "contradiction between samples and k": (
-        "configs/test/evaluate.yaml", "samples: 8", "samples: 4", "k = [1, 8] needs at least 8 samples, samples is 4",
+        "configs/test/evaluate.yaml",
+        "samples: 8",
+        "samples: 4",
+        "k = [1, 8] needs at least 8 samples, samples is 4",
     ),
     "reference to nothing": (
-        "configs/test/sft.yaml", "traces: sft/traces/two_style", "traces: sft/tracez/two_style",
+        "configs/test/sft.yaml",
+        "traces: sft/traces/two_style",
+        "traces: sft/tracez/two_style",
         "reference 'sft/tracez/two_style' is not <stage>/<method>/<variant>",
     ),
     "reference to an unknown variant": (
-        "configs/test/base.yaml", "mix: data/mix/two_style", "mix: data/mix/two_stile", "mix.mix has no entry 'two_stile'; did you mean 'two_style'?",
+        "configs/test/base.yaml",
+        "mix: data/mix/two_style",
+        "mix: data/mix/two_stile",
+        "mix.mix has no entry 'two_stile'; did you mean 'two_style'?",
     ),
-    "negative seed": ("configs/config.yaml", "seeds: [0]", "seeds: [-1]", "configs/config.yaml: seeds.0 = -1: input should be greater than or equal to 0"),
+    "negative seed": (
+        "configs/config.yaml",
+        "seeds: [0]",
+        "seeds: [-1]",
+        "configs/config.yaml: seeds.0 = -1: input should be greater than or equal to 0",
+    ),
     "no seeds": ("configs/config.yaml", "seeds: [0]", "seeds: []", "configs/config.yaml: seeds = []"),
-    "unknown top-level key": ("configs/config.yaml", "seeds: [0]", "seedz: [0]", "seedz is not a known key; did you mean 'seeds'?"),
-    "missing tier folder": ("configs/config.yaml", "tier: test", "tier: tinny", "the folder configs/tinny does not exist; did you mean 'tiny'?"),
+    "unknown top-level key": (
+        "configs/config.yaml",
+        "seeds: [0]",
+        "seedz: [0]",
+        "seedz is not a known key; did you mean 'seeds'?",
+    ),
+    "missing tier folder": (
+        "configs/config.yaml",
+        "tier: test",
+        "tier: tinny",
+        "the folder configs/tinny does not exist; did you mean 'tiny'?",
+    ),
     "missing stage file": ("configs/config.yaml", "tier: test", "tier: half", "configs/half/data.yaml does not exist"),
     "W&B mode": ("configs/config.yaml", "mode: disabled", "mode: onlin", "wandb.mode = 'onlin'"),
-    "W&B online without a key": ("configs/config.yaml", "mode: disabled", "mode: online", "wandb.mode = online needs a key: run `wandb login`"),
+    "W&B online without a key": (
+        "configs/config.yaml",
+        "mode: disabled",
+        "mode: online",
+        "wandb.mode = online needs a key: run `wandb login`",
+    ),
 }
 
 
@@ -84,7 +148,10 @@ def sft_flags(project, output: Path, **changed: str) -> list[str]:
     flags = {
         "start": "results/test/base/scratch/two_style/seed0/manifest.json",
         "traces": "results/test/sft/traces/two_style/seed0/manifest.json",
-        "steps": "2", "batch_size": "8", "output": str(output / "sft/train/a/seed0/manifest.json"), "seed": "0",
+        "steps": "2",
+        "batch_size": "8",
+        "output": str(output / "sft/train/a/seed0/manifest.json"),
+        "seed": "0",
     }
     return [word for name, value in (flags | changed).items() for word in (f"--{name.replace('_', '-')}", value)]
 
@@ -114,7 +181,11 @@ def fails(done: subprocess.CompletedProcess, *parts: str, code: int = 2) -> None
 
 
 def test_unknown_flag_and_missing_flag(project, tmp_path):
-    fails(module(project, "posttrain.sft.train", "--learning-rat", "1"), "--learning-rat is not a flag", "did you mean '--learning-rate'?")
+    fails(
+        module(project, "posttrain.sft.train", "--learning-rat", "1"),
+        "--learning-rat is not a flag",
+        "did you mean '--learning-rate'?",
+    )
     fails(module(project, "posttrain.sft.train", "--output", str(tmp_path / "x")), "start is required")
 
 
@@ -128,7 +199,10 @@ def test_empty_data_file(project, tmp_path):
     fails(module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(path))), "traces.parquet has no rows")
     file.write_bytes(b"")
     forge(path)
-    fails(module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(path))), "traces.parquet is not a readable parquet file")
+    fails(
+        module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(path))),
+        "traces.parquet is not a readable parquet file",
+    )
 
 
 def test_log_probability_count_differs_from_tokens(project, tmp_path):
@@ -152,10 +226,18 @@ def test_truncated_checkpoint(project, tmp_path):
 
 
 def test_missing_and_broken_manifest(project, tmp_path):
-    fails(module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(tmp_path / "no.json"))), "no.json does not exist", "build it with")
+    fails(
+        module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(tmp_path / "no.json"))),
+        "no.json does not exist",
+        "build it with",
+    )
     broken = tmp_path / "broken.json"
     broken.write_text('{"stage": ')
-    fails(module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(broken))), "broken.json is not a manifest", "delete it")
+    fails(
+        module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(broken))),
+        "broken.json is not a manifest",
+        "delete it",
+    )
 
 
 def test_nan_loss(project, tmp_path):
@@ -169,7 +251,9 @@ def test_no_write_permission(project, tmp_path):
     folder = locked / "sft/train/a/seed0"
     folder.mkdir(parents=True)
     folder.chmod(0o555)
-    fails(module(project, "posttrain.sft.train", *sft_flags(project, locked)), "is not writable", "change its owner or permissions")
+    fails(
+        module(project, "posttrain.sft.train", *sft_flags(project, locked)), "is not writable", "change its owner or permissions"
+    )
     (tmp_path / "file").write_text("")
     fails(module(project, "posttrain.sft.train", *sft_flags(project, tmp_path / "file")), "cannot be created")
 
@@ -194,7 +278,11 @@ def test_time_limit_has_its_own_exit_code(project, tmp_path):
 
 def test_failed_job_keeps_what_is_finished(project):
     """A job that fails names itself in the driver's output; everything before it stays."""
-    with project.edited("configs/test/sft.yaml", "{weighting: pear_token}", "{weighting: pear_token, learning_rate: 1e30, max_grad_norm: 1e30, warmup: 0}"):
+    with project.edited(
+        "configs/test/sft.yaml",
+        "{weighting: pear_token}",
+        "{weighting: pear_token, learning_rate: 1e30, max_grad_norm: 1e30, warmup: 0}",
+    ):
         done = project.call("-m", "posttrain.run", "--target", "sft", "--cold")
     assert done.returncode != 0
     text = done.stdout + done.stderr

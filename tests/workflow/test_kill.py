@@ -30,7 +30,9 @@ def long_training(tmp_path_factory):
 def start(project) -> subprocess.Popen:
     """Force the SFT job again in the background, without the warm server."""
     words = [sys.executable, "-m", "snakemake", "--cores", "1", "--force", TARGET]
-    return subprocess.Popen(words, cwd=project.folder, env=project.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        words, cwd=project.folder, env=project.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def wait_for_checkpoint(project, driver: subprocess.Popen) -> int:
@@ -115,7 +117,9 @@ def test_damaged_checkpoint_is_passed_over(long_training):
         process.kill()
     psutil.wait_procs(family)
     driver.wait()
-    newest = max((project.folder / TARGET).parent.glob("checkpoints/*/checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+    newest = max(
+        (project.folder / TARGET).parent.glob("checkpoints/*/checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2])
+    )
     weights = newest / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     project.run("--target", TARGET, "--cold")

@@ -16,7 +16,9 @@ TIERS = sorted(p.name for p in (ROOT / "configs").iterdir() if (p / "data.yaml")
 
 
 def tool(name: str, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([str(Path(sys.executable).parent / name), *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [str(Path(sys.executable).parent / name), *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -14,7 +14,7 @@ TASK, TOKENIZER, MIX, BASE, TRACES = (
     "Train two_style from scratch (seed 0)",
     "Store traces with behaviour log-probabilities: two_style (seed 0)",
 )
-OVERHEAD = "Time PEAR's weights against SFT on two_style (seed 0)"
+OVERHEAD = "Time PEAR weights against SFT on two_style (seed 0)"
 SFT = {arm: f"SFT {arm} on two_style (seed 0)" for arm in ("sft", "pear_token")}
 RL = {start: f"GRPO on two_style from {start} (seed 0)" for start in ("base", "sft", "pear_token")}
 NAMES = ("base", "sft_sft", "sft_pear_token", "rl_base", "rl_sft", "rl_pear_token")
@@ -30,7 +30,12 @@ EDITS = {
     "key order in a YAML": ("configs/test/sft.yaml", "{steps: 12, batch_size: 16,", "{batch_size: 16, steps: 12,", set()),
     "a number written otherwise": ("configs/test/rl.yaml", "learning_rate: 0.001", "learning_rate: 1e-3", set()),
     "a default written out": ("configs/test/sft.yaml", "{weighting: pear_token}", "{weighting: pear_token, gamma: 0.999}", set()),
-    "a PEAR-only key": ("configs/test/sft.yaml", "{weighting: pear_token}", "{weighting: pear_token, gamma: 0.9}", ARM["pear_token"] | REPORT),
+    "a PEAR-only key": (
+        "configs/test/sft.yaml",
+        "{weighting: pear_token}",
+        "{weighting: pear_token, gamma: 0.9}",
+        ARM["pear_token"] | REPORT,
+    ),
     "a shared SFT key": ("configs/test/sft.yaml", "{steps: 12,", "{steps: 13,", ALL_SFT),
     "an RL key": ("configs/test/rl.yaml", "learning_rate: 0.001", "learning_rate: 0.002", FROM_RL),
     "an evaluation key": ("configs/test/evaluate.yaml", "samples: 8", "samples: 9", set(EVALUATE.values()) | REPORT),
@@ -39,16 +44,36 @@ EDITS = {
     "resources": ("configs/test/sft.yaml", "train:\n", "train:\n  resources: {mem_gb: 7, hours: 3}\n", set()),
     "W&B settings": ("configs/config.yaml", "mode: disabled", "mode: offline", set()),
     "losses.py": (
-        "src/posttrain/sft/losses.py", "(1.0 - p.sum(-1)).clamp(min=0.0)", "(1.0 - p.sum(-1)).clamp(min=1e-12)", ALL_SFT | {OVERHEAD},
+        "src/posttrain/sft/losses.py",
+        "(1.0 - p.sum(-1)).clamp(min=0.0)",
+        "(1.0 - p.sum(-1)).clamp(min=1e-12)",
+        ALL_SFT | {OVERHEAD},
     ),
     "a comment and a docstring in losses.py": ("src/posttrain/sft/losses.py", '"""SFT losses', '# why\n"""All SFT losses', set()),
     "a core module that only trainers use": (
-        "src/posttrain/core/training.py", '"save_total_limit": 2', '"save_total_limit": 3',
+        "src/posttrain/core/training.py",
+        '"save_total_limit": 2',
+        '"save_total_limit": 3',
         EVERYTHING - {TASK, TOKENIZER, MIX},
     ),
-    "a core module that all jobs use": ("src/posttrain/core/manifest.py", "MAX_BYTES = 1_000_000", "MAX_BYTES = 1_000_001", EVERYTHING),
-    "the report's code": ("src/posttrain/report/ledger.py", "if high < smallest:", "if high <= smallest:", REPORT - {"Draw RL curves, rank reversal, weights and retention"}),
-    "a claim": ("configs/claims.yaml", "smallest_effect: 0.05", "smallest_effect: 0.06", REPORT - {"Draw RL curves, rank reversal, weights and retention"}),
+    "a core module that all jobs use": (
+        "src/posttrain/core/manifest.py",
+        "MAX_BYTES = 1_000_000",
+        "MAX_BYTES = 1_000_001",
+        EVERYTHING,
+    ),
+    "the report's code": (
+        "src/posttrain/report/ledger.py",
+        "if high < smallest:",
+        "if high <= smallest:",
+        REPORT - {"Draw RL curves, rank reversal, weights and retention"},
+    ),
+    "a claim": (
+        "configs/claims.yaml",
+        "smallest_effect: 0.05",
+        "smallest_effect: 0.06",
+        REPORT - {"Draw RL curves, rank reversal, weights and retention"},
+    ),
 }
 
 
@@ -67,7 +92,9 @@ def test_edit(project, name):
 
 def test_a_git_commit_reruns_nothing(project):
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *words], cwd=project.folder, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-c", "user.name=t", "-c", "user.email=t@t", *words], cwd=project.folder, check=True, capture_output=True
+        )
 
     if not (project.folder / ".git").exists():
         git("init")
@@ -97,7 +124,9 @@ def test_an_intermediate_deleted_runs_only_what_needs_it(project):
 def test_targets_by_name(project):
     forced = project.planned("--forceall", "sft")
     assert forced == {TASK, TOKENIZER, MIX, BASE, TRACES, *SFT.values()}
-    assert EVERYTHING - {"Draw RL curves, rank reversal, weights and retention", "Write the report page"} == project.planned("--forceall", "pear")
+    assert EVERYTHING - {"Draw RL curves, rank reversal, weights and retention", "Write the report page"} == project.planned(
+        "--forceall", "pear"
+    )
     one = "results/test/sft/train/two_style-pear_token/seed0/manifest.json"
     assert project.planned("--force", one) == {SFT["pear_token"]}
 

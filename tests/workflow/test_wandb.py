@@ -25,7 +25,20 @@ def flags(project, folder: Path, *more: str) -> list[str]:
     out = folder / "results/test/sft/train/two_style-arm/seed0/manifest.json"
     base = "results/test/base/scratch/two_style/seed0/manifest.json"
     traces = "results/test/sft/traces/two_style/seed0/manifest.json"
-    words = ["--start", base, "--traces", traces, "--steps", "6", "--batch-size", "8", "--weighting", "pear_token", "--output", str(out)]
+    words = [
+        "--start",
+        base,
+        "--traces",
+        traces,
+        "--steps",
+        "6",
+        "--batch-size",
+        "8",
+        "--weighting",
+        "pear_token",
+        "--output",
+        str(out),
+    ]
     return [*words, "--checkpoint-every", "2", *more]
 
 
@@ -107,8 +120,15 @@ def test_a_key_never_appears_in_anything_that_is_written(tmp_path):
     project = Project(tmp_path / "project")
     target = "results/test/sft/train/two_style-sft/seed0/manifest.json"
     done = project.call(
-        "-m", "posttrain.run", "--target", target, "--config", "tier=test", "wandb={mode: offline}",
-        WANDB_API_KEY=KEY, HF_TOKEN=f"hf_{KEY}",
+        "-m",
+        "posttrain.run",
+        "--target",
+        target,
+        "--config",
+        "tier=test",
+        "wandb={mode: offline}",
+        WANDB_API_KEY=KEY,
+        HF_TOKEN=f"hf_{KEY}",
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert list((project.folder / target).parent.rglob("offline-run-*"))

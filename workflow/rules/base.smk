@@ -10,6 +10,8 @@ rule base_scratch:
         beside("logs", "base", "scratch", "log"),
     benchmark:
         beside("benchmarks/jobs", "base", "scratch", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("base", "scratch").threads
     resources:
         nodes=study.resources("base", "scratch").nodes,
@@ -23,8 +25,7 @@ rule base_scratch:
     message:
         "Train {wildcards.model} from scratch (seed {wildcards.seed})"
     shell:
-        LAUNCH
-        + " -- posttrain.base.scratch {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.base.scratch")
 
 
 rule base_packaged:
@@ -36,6 +37,8 @@ rule base_packaged:
         beside("logs", "base", "packaged", "log"),
     benchmark:
         beside("benchmarks/jobs", "base", "packaged", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("base", "packaged").threads
     resources:
         nodes=study.resources("base", "packaged").nodes,
@@ -49,8 +52,7 @@ rule base_packaged:
     message:
         "Convert packaged model {wildcards.model}"
     shell:
-        LAUNCH
-        + " -- posttrain.base.packaged {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.base.packaged")
 
 
 rule base_hub:
@@ -62,6 +64,8 @@ rule base_hub:
         beside("logs", "base", "hub", "log"),
     benchmark:
         beside("benchmarks/jobs", "base", "hub", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("base", "hub").threads
     resources:
         nodes=study.resources("base", "hub").nodes,
@@ -75,4 +79,4 @@ rule base_hub:
     message:
         "Fetch hub model {wildcards.model}"
     shell:
-        LAUNCH + " -- posttrain.base.hub {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.base.hub")

@@ -33,7 +33,6 @@ explained(study.check_cap, gpu_cap(workflow.global_resources.get("gpu")))
 explained(study.export_tracking)
 
 ROOT = str(study.root)
-LAUNCH = "python -m posttrain.core.launch --nodes {resources.nodes} --gpus {resources.gpu} --threads {threads}"
 
 
 wildcard_constraints:
@@ -46,6 +45,12 @@ wildcard_constraints:
     arm=r"[a-z0-9_]+",
     start=r"[a-z0-9_]+",
     checkpoint=r"[a-z0-9_]+",
+
+
+def launched(module, arguments="{params.flags} {resources.flags}"):
+    """The shell command of a rule: one launcher for a laptop, several cards, several nodes."""
+    launcher = "python -m posttrain.core.launch --nodes {resources.nodes} --gpus {resources.gpu} --threads {threads}"
+    return f"{launcher} -- {module} {arguments} > {{log}} 2>&1"
 
 
 def manifest_of(stage, method):
@@ -132,4 +137,38 @@ def evaluations(method, only=None):
         for task, checkpoint in explained(study.evaluations, method)
         for seed in study.seeds
         if only is None or only(task, checkpoint)
+    )
+
+
+def start_of_rl(wildcards):
+    """The base, or the SFT arm that this run starts from."""
+    name = "base" if wildcards.start == "base" else f"sft_{wildcards.start}"
+    return explained(
+        lambda: study.path(study.checkpoint(wildcards.task, name), wildcards.seed)
+    )
+
+
+def checkpoint_of(wildcards):
+    """Manifest of the checkpoint that evaluation calls base, sft_<arm>, rl_base or rl_<arm>, or of a named model."""
+    return explained(
+        lambda: study.path(
+            study.checkpoint(wildcards.task, wildcards.checkpoint), wildcards.seed
+        )
+    )
+
+
+def of_method(stage, method, seeds=study.seeds):
+    """Manifests of every listed combination of a method's axes."""
+    from itertools import product
+
+    if method not in study.sections[stage]:
+        return []
+    lists = [study.names(stage, method, axis) for axis in axes_of(stage, method)]
+    variants = ["-".join(values) for values in product(*lists)]
+    return sorted(
+        {
+            study.path(f"{stage}/{method}/{variant}", seed)
+            for variant in variants
+            for seed in seeds
+        }
     )

@@ -10,6 +10,8 @@ rule data_corpus:
         beside("logs", "data", "corpus", "log"),
     benchmark:
         beside("benchmarks/jobs", "data", "corpus", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("data", "corpus").threads
     resources:
         nodes=study.resources("data", "corpus").nodes,
@@ -23,8 +25,7 @@ rule data_corpus:
     message:
         "Fetch and split real text: {wildcards.corpus}"
     shell:
-        LAUNCH
-        + " -- posttrain.data.corpus {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.data.corpus")
 
 
 rule data_tasks:
@@ -36,6 +37,8 @@ rule data_tasks:
         beside("logs", "data", "tasks", "log"),
     benchmark:
         beside("benchmarks/jobs", "data", "tasks", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("data", "tasks").threads
     resources:
         nodes=study.resources("data", "tasks").nodes,
@@ -49,8 +52,7 @@ rule data_tasks:
     message:
         "Generate verifiable items: {wildcards.task} (seed {wildcards.seed})"
     shell:
-        LAUNCH
-        + " -- posttrain.data.tasks {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.data.tasks")
 
 
 rule data_tokenizer:
@@ -62,6 +64,8 @@ rule data_tokenizer:
         beside("logs", "data", "tokenizer", "log"),
     benchmark:
         beside("benchmarks/jobs", "data", "tokenizer", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("data", "tokenizer").threads
     resources:
         nodes=study.resources("data", "tokenizer").nodes,
@@ -75,8 +79,7 @@ rule data_tokenizer:
     message:
         "Build tokenizer: {wildcards.tokenizer}"
     shell:
-        LAUNCH
-        + " -- posttrain.data.tokenizer {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.data.tokenizer")
 
 
 rule data_mix:
@@ -88,6 +91,8 @@ rule data_mix:
         beside("logs", "data", "mix", "log"),
     benchmark:
         beside("benchmarks/jobs", "data", "mix", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("data", "mix").threads
     resources:
         nodes=study.resources("data", "mix").nodes,
@@ -101,4 +106,4 @@ rule data_mix:
     message:
         "Tokenise mix: {wildcards.mix} (seed {wildcards.seed})"
     shell:
-        LAUNCH + " -- posttrain.data.mix {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.data.mix")

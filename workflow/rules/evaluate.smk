@@ -1,15 +1,6 @@
 """Measurements of checkpoints."""
 
 
-def checkpoint_of(wildcards):
-    """Manifest of the checkpoint that evaluation calls base, sft_<arm>, rl_base or rl_<arm>, or of a named model."""
-    return explained(
-        lambda: study.path(
-            study.checkpoint(wildcards.task, wildcards.checkpoint), wildcards.seed
-        )
-    )
-
-
 rule evaluate_reasoning:
     input:
         unpack(inputs_of("evaluate", "reasoning")),
@@ -20,6 +11,8 @@ rule evaluate_reasoning:
         beside("logs", "evaluate", "reasoning", "log"),
     benchmark:
         beside("benchmarks/jobs", "evaluate", "reasoning", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("evaluate", "reasoning").threads
     resources:
         nodes=study.resources("evaluate", "reasoning").nodes,
@@ -33,8 +26,7 @@ rule evaluate_reasoning:
     message:
         "Evaluate {wildcards.checkpoint} on {wildcards.task} (seed {wildcards.seed})"
     shell:
-        LAUNCH
-        + " -- posttrain.evaluate.reasoning {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.evaluate.reasoning")
 
 
 rule evaluate_retention:
@@ -47,6 +39,8 @@ rule evaluate_retention:
         beside("logs", "evaluate", "retention", "log"),
     benchmark:
         beside("benchmarks/jobs", "evaluate", "retention", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("evaluate", "retention").threads
     resources:
         nodes=study.resources("evaluate", "retention").nodes,
@@ -60,5 +54,4 @@ rule evaluate_retention:
     message:
         "Text loss of {wildcards.checkpoint} on {wildcards.task} (seed {wildcards.seed})"
     shell:
-        LAUNCH
-        + " -- posttrain.evaluate.retention {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.evaluate.retention")

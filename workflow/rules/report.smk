@@ -35,6 +35,8 @@ rule claims:
         f"logs/{study.tier}/report/claims.log",
     benchmark:
         f"benchmarks/jobs/{study.tier}/report/claims.tsv"
+    conda:
+        "../../envs/posttrain.yaml"
     threads: 1
     resources:
         nodes=1,
@@ -42,16 +44,18 @@ rule claims:
         mem_mb=2000,
         runtime=20,
     params:
-        root=ROOT,
+        root=lambda wildcards, output: str(Path(output.csv).parent),
         seeds=SEEDS,
         arms=ARMS,
         code=lambda wildcards: code_digest("posttrain.report.claims"),
     message:
         "Write the claims ledger"
     shell:
-        LAUNCH
-        + " -- posttrain.report.claims --root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
-        " --claims {input.claims:q} --output {output.csv:q} > {log} 2>&1"
+        launched(
+            "posttrain.report.claims",
+            "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
+            " --claims {input.claims:q} --output {output.csv:q}",
+        )
 
 
 rule plots:
@@ -59,15 +63,42 @@ rule plots:
         evaluations("reasoning"),
         evaluations("retention"),
     output:
-        report(
-            expand(f"{ROOT}/report/{{plot}}.svg", plot=PLOTS),
+        rl_curves=report(
+            f"{ROOT}/report/rl_curves.svg",
             caption="../report/plots.rst",
             category="Plots",
+            labels={"plot": "reward over GRPO steps"},
+        ),
+        before_after=report(
+            f"{ROOT}/report/before_after.svg",
+            caption="../report/plots.rst",
+            category="Plots",
+            labels={"plot": "pass@1 before and after RL"},
+        ),
+        rank_reversal=report(
+            f"{ROOT}/report/rank_reversal.svg",
+            caption="../report/plots.rst",
+            category="Plots",
+            labels={"plot": "SFT score against post-RL score"},
+        ),
+        weights=report(
+            f"{ROOT}/report/weights.svg",
+            caption="../report/plots.rst",
+            category="Plots",
+            labels={"plot": "PEAR's weights over SFT"},
+        ),
+        retention=report(
+            f"{ROOT}/report/retention.svg",
+            caption="../report/plots.rst",
+            category="Plots",
+            labels={"plot": "loss on held-out real text"},
         ),
     log:
         f"logs/{study.tier}/report/plots.log",
     benchmark:
         f"benchmarks/jobs/{study.tier}/report/plots.tsv"
+    conda:
+        "../../envs/posttrain.yaml"
     threads: 1
     resources:
         nodes=1,
@@ -75,7 +106,7 @@ rule plots:
         mem_mb=2000,
         runtime=20,
     params:
-        root=ROOT,
+        root=lambda wildcards, output: str(Path(output.rl_curves).parents[1]),
         seeds=SEEDS,
         arms=ARMS,
         tasks=canonical(study.tasks),
@@ -83,15 +114,18 @@ rule plots:
     message:
         "Draw RL curves, rank reversal, weights and retention"
     shell:
-        LAUNCH
-        + " -- posttrain.report.plots --root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
-        " --tasks {params.tasks:q} --output {output[0]:q} > {log} 2>&1"
+        launched(
+            "posttrain.report.plots",
+            "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
+            " --tasks {params.tasks:q} --output {output.rl_curves:q}",
+        )
 
 
 rule page:
     input:
         claims=f"{ROOT}/claims.csv",
         plots=expand(f"{ROOT}/report/{{plot}}.svg", plot=PLOTS),
+        template="src/posttrain/report/page.html.j2",
     output:
         html=report(
             f"{ROOT}/report/index.html",
@@ -103,6 +137,8 @@ rule page:
         f"logs/{study.tier}/report/page.log",
     benchmark:
         f"benchmarks/jobs/{study.tier}/report/page.tsv"
+    conda:
+        "../../envs/posttrain.yaml"
     threads: 1
     resources:
         nodes=1,
@@ -110,7 +146,7 @@ rule page:
         mem_mb=2000,
         runtime=20,
     params:
-        root=ROOT,
+        root=lambda wildcards, output: str(Path(output.html).parents[1]),
         seeds=SEEDS,
         arms=ARMS,
         tasks=canonical(study.tasks),
@@ -118,6 +154,8 @@ rule page:
     message:
         "Write the report page"
     shell:
-        LAUNCH
-        + " -- posttrain.report.page --root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
-        " --tasks {params.tasks:q} --output {output.html:q} > {log} 2>&1"
+        launched(
+            "posttrain.report.page",
+            "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
+            " --tasks {params.tasks:q} --output {output.html:q}",
+        )

@@ -1,14 +1,6 @@
 """GRPO from the base and from every SFT arm."""
 
 
-def start_of_rl(wildcards):
-    """The base, or the SFT arm that this run starts from."""
-    name = "base" if wildcards.start == "base" else f"sft_{wildcards.start}"
-    return explained(
-        lambda: study.path(study.checkpoint(wildcards.task, name), wildcards.seed)
-    )
-
-
 rule rl_grpo:
     input:
         unpack(inputs_of("rl", "grpo")),
@@ -19,6 +11,8 @@ rule rl_grpo:
         beside("logs", "rl", "grpo", "log"),
     benchmark:
         beside("benchmarks/jobs", "rl", "grpo", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("rl", "grpo").threads
     resources:
         nodes=study.resources("rl", "grpo").nodes,
@@ -32,4 +26,4 @@ rule rl_grpo:
     message:
         "GRPO on {wildcards.task} from {wildcards.start} (seed {wildcards.seed})"
     shell:
-        LAUNCH + " -- posttrain.rl.grpo {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.rl.grpo")

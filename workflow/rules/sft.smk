@@ -10,6 +10,8 @@ rule sft_traces:
         beside("logs", "sft", "traces", "log"),
     benchmark:
         beside("benchmarks/jobs", "sft", "traces", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("sft", "traces").threads
     resources:
         nodes=study.resources("sft", "traces").nodes,
@@ -23,8 +25,7 @@ rule sft_traces:
     message:
         "Store traces with behaviour log-probabilities: {wildcards.task} (seed {wildcards.seed})"
     shell:
-        LAUNCH
-        + " -- posttrain.sft.traces {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.sft.traces")
 
 
 rule sft_train:
@@ -36,6 +37,8 @@ rule sft_train:
         beside("logs", "sft", "train", "log"),
     benchmark:
         beside("benchmarks/jobs", "sft", "train", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("sft", "train").threads
     resources:
         nodes=study.resources("sft", "train").nodes,
@@ -49,7 +52,7 @@ rule sft_train:
     message:
         "SFT {wildcards.arm} on {wildcards.task} (seed {wildcards.seed})"
     shell:
-        LAUNCH + " -- posttrain.sft.train {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.sft.train")
 
 
 rule sft_overhead:
@@ -61,6 +64,8 @@ rule sft_overhead:
         beside("logs", "sft", "overhead", "log"),
     benchmark:
         beside("benchmarks/jobs", "sft", "overhead", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
     threads: study.resources("sft", "overhead").threads
     resources:
         nodes=study.resources("sft", "overhead").nodes,
@@ -72,7 +77,6 @@ rule sft_overhead:
         flags=flags_of("sft", "overhead"),
         code=study.code("sft", "overhead"),
     message:
-        "Time PEAR's weights against SFT on {wildcards.task} (seed {wildcards.seed})"
+        "Time PEAR weights against SFT on {wildcards.task} (seed {wildcards.seed})"
     shell:
-        LAUNCH
-        + " -- posttrain.sft.overhead {params.flags} {resources.flags} > {log} 2>&1"
+        launched("posttrain.sft.overhead")

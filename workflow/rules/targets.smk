@@ -11,23 +11,6 @@ localrules:
     pear,
 
 
-def of_method(stage, method, seeds=study.seeds):
-    """Manifests of every listed combination of a method's axes."""
-    from itertools import product
-
-    if method not in study.sections[stage]:
-        return []
-    lists = [study.names(stage, method, axis) for axis in axes_of(stage, method)]
-    variants = ["-".join(values) for values in product(*lists)]
-    return sorted(
-        {
-            study.path(f"{stage}/{method}/{variant}", seed)
-            for variant in variants
-            for seed in seeds
-        }
-    )
-
-
 rule all:
     default_target: True
     input:

@@ -29,13 +29,17 @@ def turn_end(folder: Path) -> str | None:
         return None
     user = [{"role": "user", "content": "q"}]
     head = tokenizer.apply_chat_template(user, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-    whole = tokenizer.apply_chat_template([*user, {"role": "assistant", "content": "a"}], tokenize=True, return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*user, {"role": "assistant", "content": "a"}], tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
     special = [token for token in whole[len(head) :] if token in tokenizer.all_special_ids]
     end = tokenizer.convert_ids_to_tokens(special[-1]) if special else tokenizer.eos_token
     if end != tokenizer.eos_token:
         tokenizer.eos_token = end
         tokenizer.save_pretrained(folder)
-        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else GenerationConfig()
+        generation = (
+            GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else GenerationConfig()
+        )
         generation.eos_token_id = tokenizer.eos_token_id
         generation.save_pretrained(folder)
     return end
@@ -52,7 +56,9 @@ def main(job: Config) -> None:
         snapshot_download(job.repo, revision=job.revision, local_dir=folder, allow_patterns=list(PATTERNS))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{job.repo}@{job.revision[:8]} could not be fetched ({reason}); check the id, access rights (`hf auth login`) and network.") from None
+        raise UserError(
+            f"{job.repo}@{job.revision[:8]} could not be fetched ({reason}); check the id, access rights (`hf auth login`) and network."
+        ) from None
     files = sorted(f for f in folder.rglob("*") if f.is_file() and ".cache" not in f.parts)
     if not any(f.suffix == ".safetensors" for f in files):
         raise UserError(f"{job.repo}@{job.revision[:8]} has no safetensors weights; choose a revision that has them.")

@@ -22,7 +22,9 @@ def rows(mix: Path, split: str, length: int, pad: int) -> list[dict]:
     """Packed rows of one split as a list of {input_ids, position_ids, labels}, each int64 [length]."""
     import torch
 
-    documents = [row["input_ids"] for row in tables.read(mix.parent / "documents.parquet", ["input_ids"], [("split", "=", split)])]
+    documents = [
+        row["input_ids"] for row in tables.read(mix.parent / "documents.parquet", ["input_ids"], [("split", "=", split)])
+    ]
     packed = {name: torch.from_numpy(array) for name, array in packing.pack(documents, length, pad).items()}
     return [{name: array[i] for name, array in packed.items()} for i in range(len(packed["input_ids"]))]
 

@@ -13,8 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 
-from posttrain.core import manifest
-from posttrain.core import locking
+from posttrain.core import locking, manifest
 from posttrain.core.config import JobConfig, flag_name, is_scalar, roles, validate
 from posttrain.core.errors import EXIT_TEMPORARY, EXIT_USER_ERROR, TimeLimitReached, UserError, nearest
 
@@ -89,7 +88,7 @@ def run(config: type[JobConfig], main: Callable[[JobConfig], None], arguments: S
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
         return _fail(_storage(error, job), EXIT_USER_ERROR)
-    except Exception as error:  # noqa: BLE001 - safetensors, pyarrow and torch wrap a full disk in errors of their own
+    except Exception as error:
         if "No space left on device" not in str(error) and "os error 28" not in str(error):
             raise
         return _fail(_storage(error, job), EXIT_USER_ERROR)

@@ -40,7 +40,9 @@ def sample(
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
     per_call = max(1, batch // count)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    options = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    options = (
+        {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    )
     results: list[list[Sample]] = [[] for _ in prompts]
     torch.manual_seed(seed)
     model.eval()
@@ -54,8 +56,13 @@ def sample(
             mask[r, width - len(prompts[i]) :] = 1
         with torch.inference_mode(), _own_defaults_off(model):
             out = model.generate(
-                ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=max_new_tokens,
-                num_return_sequences=count, eos_token_id=eos, pad_token_id=pad, **options,
+                ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                max_new_tokens=max_new_tokens,
+                num_return_sequences=count,
+                eos_token_id=eos,
+                pad_token_id=pad,
+                **options,
             )
         responses = [_cut(row, eos) for row in out[:, width:].tolist()]
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)

@@ -16,8 +16,14 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def command(
-    module: str, arguments: Sequence[str], *, nodes: int = 1, gpus: int = 0, threads: int = 1,
-    python: str = "python", job_id: str | None = None,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    nodes: int = 1,
+    gpus: int = 0,
+    threads: int = 1,
+    python: str = "python",
+    job_id: str | None = None,
 ) -> list[str]:
     """The argument vector for one job. Pure.
 
@@ -36,8 +42,15 @@ def command(
         return [*run, "--standalone", f"--nproc-per-node={workers}", "-m", module, *arguments]
     port = 20000 + int(job_id or "0") % 20000
     inner = [
-        *run, f"--nnodes={nodes}", f"--nproc-per-node={workers}", "--rdzv-backend=c10d",
-        f"--rdzv-id={job_id or 'local'}", "--rdzv-endpoint=$head:" + str(port), "-m", module, *arguments,
+        *run,
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={workers}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-id={job_id or 'local'}",
+        "--rdzv-endpoint=$head:" + str(port),
+        "-m",
+        module,
+        *arguments,
     ]
     script = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); exec ' + " ".join(
         word if word.startswith("--rdzv-endpoint=") else shlex.quote(word) for word in inner

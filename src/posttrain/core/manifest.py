@@ -150,7 +150,9 @@ def publish(
     measured = {n: v if isinstance(v, Metric) else Metric(value=float(v)) for n, v in sorted(metrics.items())}
     for name, value in measured.items():
         if not math.isfinite(value.value):
-            raise UserError(f"metric {name} of {job.output} is {value.value}; look at the job's log for the first step where it happened.")
+            raise UserError(
+                f"metric {name} of {job.output} is {value.value}; look at the job's log for the first step where it happened."
+            )
     files = {}
     for path in sorted(set(artifacts)):
         files[str(path.relative_to(job.folder))] = Artifact(sha256=sha256(path), size=path.stat().st_size)
@@ -173,7 +175,9 @@ def publish(
     )
     text = json.dumps(result.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     if len(text.encode()) >= MAX_BYTES:
-        raise UserError(f"{job.output} would be {len(text)} bytes; move per-item values to a parquet artifact (limit {MAX_BYTES}).")
+        raise UserError(
+            f"{job.output} would be {len(text)} bytes; move per-item values to a parquet artifact (limit {MAX_BYTES})."
+        )
     if int(os.environ.get("RANK", "0")) == 0:
         write_atomically(job.folder / "provenance.json", json.dumps(provenance(timings), indent=1) + "\n")
         write_atomically(job.output, text)

@@ -85,8 +85,14 @@ def bootstrap(
             return statistic(samples[0][index.astype(np.int64)].mean(axis=index.ndim - 1))
 
         found = scipy_bootstrap(
-            (rows,), over_items, vectorized=True, method="percentile", batch=500,
-            n_resamples=resamples, confidence_level=confidence, rng=rng,
+            (rows,),
+            over_items,
+            vectorized=True,
+            method="percentile",
+            batch=500,
+            n_resamples=resamples,
+            confidence_level=confidence,
+            rng=rng,
         ).confidence_interval
         return Interval(estimate, float(found.low), float(found.high))
     per_seed = np.empty((len(samples), resamples))

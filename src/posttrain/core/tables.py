@@ -45,5 +45,7 @@ def read(path: Path, columns: Sequence[str] | None = None, filters: Any = None) 
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} is not a readable parquet file ({reason}); delete it and rebuild its job.") from None
     if not rows:
-        raise UserError(f"{path} has no rows{' for ' + str(filters) if filters else ''}; check the sizes in the data configuration.")
+        raise UserError(
+            f"{path} has no rows{' for ' + str(filters) if filters else ''}; check the sizes in the data configuration."
+        )
     return rows

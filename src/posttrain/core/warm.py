@@ -8,6 +8,7 @@ the same result. The child dies with the launcher, so that killing a job kills i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,8 +20,10 @@ import time
 from collections.abc import Sequence
 
 PRELOAD = ("torch", "transformers", "trl", "pandas", "pyarrow.parquet", "scipy.stats", "datasets")
-LAZY = {"transformers": ("Trainer", "LlamaForCausalLM", "LlamaConfig", "PreTrainedTokenizerFast", "GenerationConfig"),
-        "trl": ("GRPOTrainer", "GRPOConfig")}
+LAZY = {
+    "transformers": ("Trainer", "LlamaForCausalLM", "LlamaConfig", "PreTrainedTokenizerFast", "GenerationConfig"),
+    "trl": ("GRPOTrainer", "GRPOConfig"),
+}
 
 
 def request(address: str, module: str, flags: Sequence[str]) -> int | None:
@@ -104,10 +107,8 @@ def _supervise(connection: socket.socket) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     _, status = os.waitpid(worker, 0)
-    try:
+    with contextlib.suppress(OSError):  # nobody waits any more
         connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status) % 256))
-    except OSError:
-        pass
     os._exit(0)
 
 
@@ -134,7 +135,7 @@ def _work(job: dict, descriptors: list[int]) -> None:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if ended.code is not None and not isinstance(ended.code, int):
             print(ended.code, file=sys.stderr)  # as Python itself does
-    except BaseException:  # noqa: BLE001 - the child must report whatever ended the job
+    except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()

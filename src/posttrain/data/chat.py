@@ -16,9 +16,9 @@ def prompt_messages(prompt: str) -> list[dict[str, str]]:
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Token ids of the rendered user turn, up to where the assistant begins."""
-    return tokenizer.apply_chat_template(
-        prompt_messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
+    return tokenizer.apply_chat_template(prompt_messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> tuple[list[int], list[int]]:

@@ -100,7 +100,9 @@ def addition(count: int, seed: int, *, digits: int) -> list[dict[str, Any]]:
         )
         if len(rows) == count:
             return rows
-    raise UserError(f"addition: only {len(rows)} distinct items of {count} with {digits} digits; raise digits or lower the sizes.")
+    raise UserError(
+        f"addition: only {len(rows)} distinct items of {count} with {digits} digits; raise digits or lower the sizes."
+    )
 
 
 def reasoning(count: int, seed: int, *, families: dict[str, dict[str, Any]], instruction: str) -> list[dict[str, Any]]:

@@ -71,7 +71,9 @@ def main(job: Config) -> None:
         for i in range(size):
             row = kept.pop()
             if not verify.correct(row["demonstration"], row["answer"], style):
-                raise UserError(f"{job.kind}: demonstration {row['demonstration']!r} does not give {row['answer']!r}; the generator is wrong.")
+                raise UserError(
+                    f"{job.kind}: demonstration {row['demonstration']!r} does not give {row['answer']!r}; the generator is wrong."
+                )
             table.append({"id": f"{split}-{i:05d}", "split": split, **row})
     file = tables.write(table, job.folder / "items.parquet")
     training = [row["prompt"] for row in table if row["split"] == "train"]

@@ -54,7 +54,10 @@ def byte_pairs(texts: list[str], size: int) -> Tokenizer:
     )
     result.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[PAD, EOS], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     result.train_from_iterator(texts, trainer)
     return result

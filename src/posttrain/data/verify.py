@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d+)?|\.\d+)")
 def extract(text: str, style: AnswerStyle) -> str | None:
     """The one answer in `text`, stripped; None if there is none, more than one, or it is empty."""
     if style == "hash":
-        before, mark, after = text.partition("#")
+        _, mark, after = text.partition("#")
         answer = after.strip()
         return answer if mark and answer and "#" not in after else None
     start = text.find("\\boxed{")

@@ -38,8 +38,14 @@ def main(job: Config) -> None:
     items = tables.read(job.task.parent / "items.parquet", None, [("split", "=", "test")])[: job.items]
     prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in items]
     drawn = sample(
-        model, tokenizer, prompts, count=job.samples, max_new_tokens=job.max_new_tokens,
-        seed=derive(job.seed, "evaluate"), temperature=job.temperature, batch=job.batch,
+        model,
+        tokenizer,
+        prompts,
+        count=job.samples,
+        max_new_tokens=job.max_new_tokens,
+        seed=derive(job.seed, "evaluate"),
+        temperature=job.temperature,
+        batch=job.batch,
     )
     rows = []
     for item, responses in zip(items, drawn, strict=True):

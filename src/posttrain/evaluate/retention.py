@@ -27,11 +27,15 @@ def main(job: Config) -> None:
     manifest.read(job.corpus)
     tokenizer = models.load_tokenizer(job.model)
     model = models.place(models.load(job.model, job.dtype)).eval()
-    documents = tables.read(job.corpus.parent / "documents.parquet", ["id", "source", "text"], [("split", "=", "test")])[: job.documents]
+    documents = tables.read(job.corpus.parent / "documents.parquet", ["id", "source", "text"], [("split", "=", "test")])[
+        : job.documents
+    ]
     rows = []
     for start in range(0, len(documents), job.batch):
         part = documents[start : start + job.batch]
-        encoded = tokenizer([d["text"] for d in part], add_special_tokens=False, truncation=True, max_length=job.tokens)["input_ids"]
+        encoded = tokenizer([d["text"] for d in part], add_special_tokens=False, truncation=True, max_length=job.tokens)[
+            "input_ids"
+        ]
         ids = pad_sequence([torch.tensor(e) for e in encoded], batch_first=True).to(model.device)
         mask = pad_sequence([torch.ones(len(e), dtype=torch.long) for e in encoded], batch_first=True).to(model.device)
         with torch.inference_mode():
@@ -39,7 +43,15 @@ def main(job: Config) -> None:
         sums = torch.where(mask[:, 1:].bool(), logp, 0.0).sum(1).tolist()
         for document, tokens, total in zip(part, encoded, sums, strict=True):
             shown = tokenizer.decode(tokens[1:], skip_special_tokens=True)
-            rows.append({"id": document["id"], "source": document["source"], "nll": -total, "tokens": len(tokens) - 1, "bytes": len(shown.encode())})
+            rows.append(
+                {
+                    "id": document["id"],
+                    "source": document["source"],
+                    "nll": -total,
+                    "tokens": len(tokens) - 1,
+                    "bytes": len(shown.encode()),
+                }
+            )
     file = tables.write(rows, job.folder / "documents.parquet")
     metrics = {
         "loss": manifest.metric([row["nll"] / row["tokens"] for row in rows]),

@@ -5,14 +5,10 @@ Each file stacks one drawing per task (a nested <svg> whose id is <plot>-<task>)
 
 from __future__ import annotations
 
-import io
-import re
 import textwrap
-import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
-from posttrain.core import cli, manifest
-from posttrain.report.artifacts import BASE, GRID, INK, MUTED, PAPER, Artifacts, ReportConfig, interval
+from posttrain.report.artifacts import GRID, INK, MUTED, PAPER, ReportConfig
 
 if TYPE_CHECKING:
     import numpy as np

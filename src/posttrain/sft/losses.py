@@ -39,8 +39,16 @@ def kl_to_stored(logits: Tensor, top_ids: Tensor, top_logps: Tensor) -> Tensor:
 
 
 def token_weights(
-    weighting: Weighting, logp_theta: Tensor, logp_beta: Tensor, mask: Tensor, *, gamma: float, block: int,
-    clip_delta: tuple[float, float], clip_log: tuple[float, float], documents: Tensor | None = None,
+    weighting: Weighting,
+    logp_theta: Tensor,
+    logp_beta: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    block: int,
+    clip_delta: tuple[float, float],
+    clip_log: tuple[float, float],
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Weights w_t [B, T] without gradient, zero outside the mask, and statistics (see :func:`pear.weights`).
 
@@ -52,7 +60,14 @@ def token_weights(
     if weighting.startswith("pear_"):
         level: pear.Level = weighting.removeprefix("pear_")  # type: ignore[assignment]
         return pear.weights(
-            logp_theta, logp_beta, mask, level, gamma=gamma, block=block, clip_delta=clip_delta, clip_log=clip_log,
+            logp_theta,
+            logp_beta,
+            mask,
+            level,
+            gamma=gamma,
+            block=block,
+            clip_delta=clip_delta,
+            clip_log=clip_log,
             documents=documents,
         )
     with torch.no_grad():

@@ -32,7 +32,10 @@ def main(job: Config) -> None:
     manifest.read(job.traces)
     tokenizer, model = models.load_tokenizer(job.start), models.place(models.load(job.start))
     rows = [example(row, 512) for row in tables.read(job.traces.parent / "traces.parquet", None, [("split", "=", "train")])]
-    arms = {name: TrainConfig(output=job.output, seed=job.seed, start=job.start, traces=job.traces, weighting=name) for name in WEIGHTINGS}
+    arms = {
+        name: TrainConfig(output=job.output, seed=job.seed, start=job.start, traces=job.traces, weighting=name)
+        for name in WEIGHTINGS
+    }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     generator = torch.Generator().manual_seed(job.seed)
     table = []

@@ -94,7 +94,9 @@ def weights(
     import torch
 
     if logp_theta.shape != logp_beta.shape or mask.shape != logp_theta.shape:
-        raise ValueError(f"shapes differ: logp_theta {tuple(logp_theta.shape)}, logp_beta {tuple(logp_beta.shape)}, mask {tuple(mask.shape)}")
+        raise ValueError(
+            f"shapes differ: logp_theta {tuple(logp_theta.shape)}, logp_beta {tuple(logp_beta.shape)}, mask {tuple(mask.shape)}"
+        )
     with torch.no_grad():
         dtype = torch.float64 if logp_theta.dtype == torch.float64 else torch.float32
         result = torch.zeros(mask.shape, dtype=dtype, device=logp_theta.device)

@@ -44,7 +44,9 @@ def check(rows: list[dict[str, Any]], where: Path) -> None:
     for i, row in enumerate(rows):
         n, m = len(row["response_ids"]), len(row["logp_beta"])
         if n != m:
-            raise UserError(f"{where} row {i}: {m} behaviour log-probabilities for {n} response tokens; score these traces again with the generator's own tokenizer.")
+            raise UserError(
+                f"{where} row {i}: {m} behaviour log-probabilities for {n} response tokens; score these traces again with the generator's own tokenizer."
+            )
         if not n or not row["prompt_ids"]:
             raise UserError(f"{where} row {i}: empty prompt or response; drop this row.")
         if not all(math.isfinite(v) and v <= 1e-4 for v in row["logp_beta"]):
@@ -141,7 +143,9 @@ def from_hub(job: Config, tokenizer, model) -> dict[str, list[dict[str, Any]]]:
         try:
             values = {name: first(entry[column]) for name, column in job.fields.items()}
         except KeyError as error:
-            raise UserError(f"{job.repo} row {i} has no column {error}; correct `fields` (columns: {', '.join(sorted(entry))}).") from None
+            raise UserError(
+                f"{job.repo} row {i} has no column {error}; correct `fields` (columns: {', '.join(sorted(entry))})."
+            ) from None
         if not values["response"].strip():
             continue
         prompt, response = chat.render(tokenizer, values["prompt"], values["response"])
@@ -166,7 +170,9 @@ def main(job: Config) -> None:
             raise UserError(f"source: {job.source} needs --teacher, the model that wrote the traces.")
         model = models.place(models.load(job.teacher))
         if models.load_tokenizer(job.teacher).get_vocab() != tokenizer.get_vocab():
-            raise UserError(f"{job.teacher} and {job.tokenizer} have different vocabularies; ratios between them are undefined, choose one family.")
+            raise UserError(
+                f"{job.teacher} and {job.tokenizer} have different vocabularies; ratios between them are undefined, choose one family."
+            )
     if job.source == "dataset":
         splits = from_hub(job, tokenizer, model)
     else:

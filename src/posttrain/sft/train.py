@@ -79,7 +79,9 @@ def collate(rows: Sequence[dict[str, Any]], pad: int) -> dict[str, torch.Tensor]
     from torch.nn.utils.rnn import pad_sequence
 
     fill = {"input_ids": pad, "labels": IGNORE, "logp_beta": 0.0, "top_ids": 0, "top_logps": -torch.inf, "logp_frozen": 0.0}
-    batch = {n: pad_sequence([row[n] for row in rows], batch_first=True, padding_value=v) for n, v in fill.items() if n in rows[0]}
+    batch = {
+        n: pad_sequence([row[n] for row in rows], batch_first=True, padding_value=v) for n, v in fill.items() if n in rows[0]
+    }
     ones = [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows]
     return batch | {"attention_mask": pad_sequence(ones, batch_first=True), "wrong": torch.stack([row["wrong"] for row in rows])}
 
@@ -119,7 +121,7 @@ def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callb
 
     class WeightedTrainer(Trainer):
         loss_is_scaled_for_ga = True  # batch_loss divides by the count over the whole accumulated global batch
-        statistics: dict[str, float] = {}
+        statistics: dict[str, float] | None = None
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             count = job.batch_size if job.norm == "per_sequence" else num_items_in_batch
@@ -127,7 +129,7 @@ def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callb
             return loss * self.accelerator.num_processes  # the processes' gradients are averaged
 
         def log(self, logs, start_time=None):
-            super().log({**logs, **self.statistics} if "loss" in logs else logs, start_time)
+            super().log({**logs, **(self.statistics or {})} if "loss" in logs else logs, start_time)
 
     trainer = WeightedTrainer(
         model=model,
@@ -153,7 +155,11 @@ def label_logps(model, data: list[dict[str, Any]], pad: int, tokens: int = 16_38
     found: list[torch.Tensor] = [torch.empty(0)] * len(data)
     model.eval()
     for group in batches([len(row["input_ids"]) for row in data], tokens):
-        part = {k: v.to(model.device) for k, v in collate([data[i] for i in group], pad).items() if k in ("input_ids", "attention_mask")}
+        part = {
+            k: v.to(model.device)
+            for k, v in collate([data[i] for i in group], pad).items()
+            if k in ("input_ids", "attention_mask")
+        }
         with torch.inference_mode():
             logits = model(**part, use_cache=False).logits
             logp = token_logprobs(logits[:, :-1], part["input_ids"][:, 1:]).cpu().clone()
