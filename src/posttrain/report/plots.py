@@ -1,26 +1,25 @@
 """Five plots of the study as SVG: RL curves, pass@1 before and after RL, rank reversal, weights, retention.
 
-Each file stacks one drawing per task (a nested <svg> whose id is <plot>-<task>), so that the page can show a task's own.
+One panel per task. Text stays text, and the same inputs give the same bytes.
 """
 
 from __future__ import annotations
 
-import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.report.artifacts import GRID, INK, MUTED, PAPER, ReportConfig
+from posttrain.core import cli
+from posttrain.report.artifacts import GRID, INK, MUTED, PAPER, Artifacts, ReportConfig, interval
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-WIDTH = 8.6  # inches; heights follow from the number of rows
 STYLE = {
-    "svg.hashsalt": "posttrain",  # ids follow from content alone: the same inputs give the same bytes
-    "svg.fonttype": "none",  # text stays text: small, searchable, set in the page's font
-    "font.family": ["DejaVu Sans", "Verdana", "Arial"],  # narrower fonts than the one measured with cannot overlap
+    "svg.hashsalt": "posttrain",  # ids follow from content alone
+    "svg.fonttype": "none",
+    "font.family": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -30,52 +29,31 @@ STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.unicode_minus": True,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
     "xtick.color": INK,
     "ytick.color": INK,
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
     "figure.facecolor": PAPER,
-    "axes.facecolor": "none",
 }
+STATISTICS = {"weight_mean": "mean weight", "weight_ess": "effective sample share", "weight_floor": "share at floor"}
 
 
 class Config(ReportConfig):
-    """Keys of the plots; --output is the first of the five files, the others lie beside it."""
+    """Keys of the plots; --output is one of the five files, the others lie beside it."""
 
 
-# --- parts of a drawing -----------------------------------------------------------------------------------------
-
-
-def canvas(title: str, subtitle: str, height: float, *, columns: int = 1, left=0.75, right=0.3, bottom=0.62, gap=0.55):
-    """A figure with a heading and its axes in one row. Sizes in inches: what is drawn never depends on text extents."""
+def panels(rows: int, columns: int, height: float) -> tuple[Figure, list[list[Axes]]]:
     from matplotlib.figure import Figure
 
-    lines = textwrap.wrap(subtitle, 108)
-    top = 0.48 + 0.18 * len(lines)
-    height = height + top + bottom
-    figure = Figure(figsize=(WIDTH, height))
-    figure.text(0.1 / WIDTH, 1 - 0.27 / height, title, fontsize=12.5, weight="bold")
-    for i, line in enumerate(lines):
-        figure.text(0.1 / WIDTH, 1 - (0.48 + 0.18 * i) / height, line, fontsize=9.5, color=MUTED)
-    width = (WIDTH - left - right - gap * (columns - 1)) / columns
-    axes = [
-        figure.add_axes(((left + i * (width + gap)) / WIDTH, bottom / height, width / WIDTH, (height - top - bottom) / height))
-        for i in range(columns)
-    ]
-    return figure, axes
+    figure = Figure(figsize=(5.2 * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).tolist()
 
 
-def note(task: str, text: str) -> Figure:
-    """In place of a plot: why there is none."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, 0.8))
-    figure.text(0.1 / WIDTH, 1 - 0.27 / 0.8, task, fontsize=12.5, weight="bold")
-    figure.text(0.1 / WIDTH, 1 - 0.52 / 0.8, text, fontsize=10, color=MUTED)
-    return figure
+def empty(axes: Axes, task: str, text: str) -> None:
+    """In place of a panel: why there is none."""
+    axes.set_title(task, loc="left", weight="bold")
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
+    axes.set_axis_off()
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -86,59 +64,145 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.array([values[i - r : i + r + 1].mean() for i, r in enumerate(reach)])
 
 
-def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions at least `gap` apart, in the order of `wanted` and near it, within [low, high] if they fit."""
-    order = sorted(range(len(wanted)), key=lambda i: (wanted[i], i))
-    placed: list[float] = []
-    for i in order:
-        placed.append(max(wanted[i], low, placed[-1] + gap if placed else low))
-    limit = high
-    for n in reversed(range(len(placed))):
-        placed[n] = min(placed[n], limit)
-        limit = placed[n] - gap
-    return [placed[order.index(i)] for i in range(len(wanted))]
+def legend(figure: Figure, axes: Axes) -> None:
+    """One legend below all panels."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9.5)
 
 
-def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], inches: float) -> None:
-    """A direct legend: each line's name right of the axes, joined to its end. ends: (x, y, name, colour)."""
-    low, high = axes.get_ylim()
-    places = spread([y for _, y, _, _ in ends], (high - low) * 0.19 / inches, low, high)
-    for (x, y, name, colour), place in zip(ends, places, strict=True):
-        axes.annotate(
-            name, (x, y), (1.04, place), textcoords=axes.get_yaxis_transform(), va="center", fontsize=9.5, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 1},
-        )  # fmt: skip
+def rl_curves(artifacts: Artifacts) -> Figure:
+    """Reward over GRPO steps, mean over seeds; thin: each step, thick: moving average, band: range over seeds."""
+    figure, rows = panels(1, len(artifacts.tasks), 4.2)
+    for axes, task in zip(rows[0], artifacts.tasks, strict=True):
+        if not artifacts.available(f"rl/grpo/{task}-{start}" for start in artifacts.starts):
+            empty(axes, task, "no RL on this task")
+            continue
+        for start in artifacts.starts:
+            found = artifacts.curve(f"rl/grpo/{task}-{start}", "reward")
+            if found is None:
+                continue
+            steps, values = found
+            colour = artifacts.colour(start)
+            window = max(3, len(steps) // 8)
+            axes.plot(steps, values.mean(0), color=colour, linewidth=0.7, alpha=0.3)
+            axes.plot(
+                steps,
+                smooth(values.mean(0), window),
+                color=colour,
+                linewidth=2,
+                label=start,
+                linestyle="--" if start == "base" else "-",
+            )
+            if len(values) > 1:
+                axes.fill_between(
+                    steps, smooth(values.min(0), window), smooth(values.max(0), window), color=colour, alpha=0.1, linewidth=0
+                )
+        axes.set_title(task, loc="left", weight="bold")
+        axes.set(xlabel="GRPO step", ylabel="reward (share of verified answers)", ylim=(0, 1))
+    legend(figure, rows[0][0])
+    return figure
 
 
-def label_points(axes: Axes, points: list[tuple[float, float, str]], occupied: list[tuple[float, float]]) -> None:
-    """A name beside each point, at the first of several places where it covers neither points nor other names."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def before_after(artifacts: Artifacts) -> Figure:
+    """pass@1 of each start before (hollow) and after RL (filled), with 95 % intervals."""
+    figure, rows = panels(1, len(artifacts.tasks), 3.9)
+    for axes, task in zip(rows[0], artifacts.tasks, strict=True):
+        if not artifacts.evaluated("reasoning", task):
+            empty(axes, task, "not evaluated")
+            continue
+        for y, start in enumerate(reversed(artifacts.starts)):
+            before, after = (interval(artifacts.passes(task, name), share=True) for name in artifacts.checkpoints(start))
+            colour = artifacts.colour(start)
+            axes.plot([before.estimate, after.estimate], [y, y], color=colour, linewidth=2.5, alpha=0.35, solid_capstyle="butt")
+            for shift, one, face in ((0.17, before, PAPER), (-0.17, after, colour)):
+                axes.plot([one.low, one.high], [y + shift] * 2, color=colour, linewidth=1.3)
+                axes.plot(one.estimate, y + shift, "o", color=colour, markerfacecolor=face, markersize=7)
+        axes.set_yticks(range(len(artifacts.starts)), list(reversed(artifacts.starts)))
+        axes.grid(axis="y", visible=False)
+        axes.set_title(task, loc="left", weight="bold")
+        axes.set(xlabel="pass@1 before RL (hollow) and after (filled)", xlim=(-0.02, 1.02))
+    return figure
 
-    renderer = FigureCanvasAgg(axes.figure).get_renderer()
-    dots = axes.transData.transform(np.array(occupied))
-    frame, taken = axes.get_window_extent(renderer), []
-    for x, y, name in points:
-        best = None
-        for distance in (9, 20, 32):
-            for dx, dy in ((1, 0), (-1, 0), (0.7, 0.9), (-0.7, 0.9), (0.7, -0.9), (-0.7, -0.9), (0, 1.3), (0, -1.3)):
-                ha, va = ("left", "right", "center")[0 if dx > 0 else 1 if dx < 0 else 2], "center"
-                text = axes.annotate(
-                    name, (x, y), (dx * distance, dy * distance), textcoords="offset points", ha=ha, va=va, fontsize=9.5,
-                    arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4},
-                )  # fmt: skip
-                box = text.get_window_extent(renderer) if distance == 0 else text.get_tightbbox(renderer)
-                text_box = text._get_layout(renderer)[0].translated(*_origin(text, renderer))
-                hits = 4 * sum(text_box.expanded(1.05, 1.2).contains(*dot) for dot in dots)
-                hits += 6 * sum(text_box.overlaps(other) for other in taken)
-                hits += 8 * (text_box.x0 < frame.x0 or text_box.x1 > frame.x1 or text_box.y0 < frame.y0 or text_box.y1 > frame.y1)
-                if best is None or hits < best[0]:
-                    if best:
-                        best[1].remove()
-                    best = (hits, text, text_box)
-                else:
-                    text.remove()
-                del box
-            if best[0] == 0:
-                break
-        taken.append(best[2])
+
+def rank_reversal(artifacts: Artifacts) -> Figure:
+    """SFT score against post-RL pass@1: small points are seeds, large ones their mean."""
+    arms = [arm for arm in artifacts.arms if not arm.startswith("kl")]
+    figure, rows = panels(1, len(artifacts.tasks), 4.2)
+    for axes, task in zip(rows[0], artifacts.tasks, strict=True):
+        if not artifacts.evaluated("reasoning", task):
+            empty(axes, task, "not evaluated")
+            continue
+        for arm in arms:
+            x = [float(values.mean()) for values in artifacts.nll(task, arm)]
+            y = [float(values.mean()) for values in artifacts.passes(task, f"rl_{arm}")]
+            colour, marker = artifacts.colour(arm), artifacts.marker(arm)
+            axes.scatter(x, y, s=18, color=colour, marker=marker, alpha=0.45, linewidths=0)
+            axes.scatter(sum(x) / len(x), sum(y) / len(y), s=75, color=colour, marker=marker, label=arm, zorder=3)
+        axes.set_xscale("log")
+        axes.set_title(task, loc="left", weight="bold")
+        axes.set(xlabel="validation NLL after SFT, nats per trace (left is better)", ylabel="pass@1 after RL")
+        axes.margins(0.12)
+    legend(figure, rows[0][0])
+    return figure
+
+
+def weights(artifacts: Artifacts) -> Figure:
+    """Statistics of the weights over SFT steps, mean over seeds, for every arm that weighs tokens."""
+    figure, rows = panels(len(STATISTICS), len(artifacts.tasks), 2.4)
+    for column, task in enumerate(artifacts.tasks):
+        for line, (name, title) in enumerate(STATISTICS.items()):
+            axes, drawn = rows[line][column], False
+            for arm in artifacts.arms:
+                reference = f"sft/train/{task}-{arm}"
+                found = artifacts.curve(reference, name) if artifacts.available([reference]) else None
+                if found is not None:
+                    axes.plot(found[0], found[1].mean(0), color=artifacts.colour(arm), linewidth=1.8, label=arm)
+                    drawn = True
+            if not drawn:
+                empty(axes, task, f"no arm logs {title}")
+                continue
+            axes.set_title(task if line == 0 else "", loc="left", weight="bold")
+            axes.set(ylabel=title, ylim=(0, None), xlabel="SFT step" if line == len(STATISTICS) - 1 else "")
+    legend(figure, rows[0][0])
+    return figure
+
+
+def retention(artifacts: Artifacts) -> Figure:
+    """Loss on held-out real text of every checkpoint; the dashed line is the base model."""
+    figure, rows = panels(1, len(artifacts.tasks), 3.9)
+    for axes, task in zip(rows[0], artifacts.tasks, strict=True):
+        if not artifacts.evaluated("retention", task):
+            empty(axes, task, "this base model never saw real text:\nthere is nothing to retain")
+            continue
+        base = interval(artifacts.bits_per_byte(task, "base")).estimate
+        axes.axvline(base, color=MUTED, linestyle="--", linewidth=1.2)
+        for y, start in enumerate(reversed(artifacts.starts)):
+            for shift, name, filled in zip((0.17, -0.17), artifacts.checkpoints(start), (False, True), strict=True):
+                one = interval(artifacts.bits_per_byte(task, name))
+                colour = artifacts.colour(start)
+                axes.plot([one.low, one.high], [y + shift] * 2, color=colour, linewidth=1.3)
+                axes.plot(one.estimate, y + shift, "o", color=colour, markerfacecolor=colour if filled else PAPER, markersize=7)
+        axes.set_yticks(range(len(artifacts.starts)), list(reversed(artifacts.starts)))
+        axes.grid(axis="y", visible=False)
+        axes.set_title(task, loc="left", weight="bold")
+        axes.set(xlabel="bits per byte of held-out text, before RL (hollow) and after (filled)")
+    return figure
+
+
+PLOTS = (rl_curves, before_after, rank_reversal, weights, retention)
+
+
+def main(job: Config) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    artifacts = Artifacts(job)
+    with matplotlib.rc_context(STYLE):
+        for draw in PLOTS:
+            path: Path = job.output.parent / f"{draw.__name__}.svg"
+            draw(artifacts).savefig(path, format="svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(Config, main))
