@@ -218,6 +218,11 @@ class Study:
         job = self.config(stage, method, values, seed=seed, inputs=inputs, output=output)
         return shlex.join(configs.flags(job))
 
+    def settings_text(self, stage: str, method: str, values: Iterable[str]) -> str:
+        """The projection of the configuration to what may change the result, as canonical JSON."""
+        job = self.config(stage, method, values, seed=0, inputs={}, placeholder=True)
+        return configs.canonical({name: value for name, value in configs.settings(job).items() if name != "seed"})
+
     def runtime_flags(self, stage: str, method: str, values: Iterable[str]) -> str:
         """Logging, workers, time limit: on the command line, but not a reason to run again."""
         job = self.config(stage, method, values, seed=0, inputs={}, placeholder=True)

@@ -21,6 +21,7 @@ rule base_scratch:
         flags=runtime_of("base", "scratch"),
     params:
         flags=flags_of("base", "scratch"),
+        settings=settings_of("base", "scratch"),
         code=study.code("base", "scratch"),
     message:
         "Train {wildcards.model} from scratch (seed {wildcards.seed})"
@@ -48,6 +49,7 @@ rule base_packaged:
         flags=runtime_of("base", "packaged"),
     params:
         flags=flags_of("base", "packaged"),
+        settings=settings_of("base", "packaged"),
         code=study.code("base", "packaged"),
     message:
         "Convert packaged model {wildcards.model}"
@@ -75,6 +77,7 @@ rule base_hub:
         flags=runtime_of("base", "hub"),
     params:
         flags=flags_of("base", "hub"),
+        settings=settings_of("base", "hub"),
         code=study.code("base", "hub"),
     message:
         "Fetch hub model {wildcards.model}"

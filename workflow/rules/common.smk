@@ -107,6 +107,19 @@ def flags_of(stage, method):
     return words
 
 
+def settings_of(stage, method):
+    """Parameter function: what may change the result, as canonical JSON. The flags say the same and the paths, but
+    Snakemake compares only parameters that do not depend on input and output with those of the last run.
+    """
+
+    def text(wildcards):
+        return explained(
+            study.settings_text, stage, method, values_of(stage, method, wildcards)
+        )
+
+    return text
+
+
 def runtime_of(stage, method):
     """Logging, workers, time limit: passed as a resource, because parameters would cause reruns."""
 

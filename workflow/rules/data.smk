@@ -21,6 +21,7 @@ rule data_corpus:
         flags=runtime_of("data", "corpus"),
     params:
         flags=flags_of("data", "corpus"),
+        settings=settings_of("data", "corpus"),
         code=study.code("data", "corpus"),
     message:
         "Fetch and split real text: {wildcards.corpus}"
@@ -48,6 +49,7 @@ rule data_tasks:
         flags=runtime_of("data", "tasks"),
     params:
         flags=flags_of("data", "tasks"),
+        settings=settings_of("data", "tasks"),
         code=study.code("data", "tasks"),
     message:
         "Generate verifiable items: {wildcards.task} (seed {wildcards.seed})"
@@ -75,6 +77,7 @@ rule data_tokenizer:
         flags=runtime_of("data", "tokenizer"),
     params:
         flags=flags_of("data", "tokenizer"),
+        settings=settings_of("data", "tokenizer"),
         code=study.code("data", "tokenizer"),
     message:
         "Build tokenizer: {wildcards.tokenizer}"
@@ -102,6 +105,7 @@ rule data_mix:
         flags=runtime_of("data", "mix"),
     params:
         flags=flags_of("data", "mix"),
+        settings=settings_of("data", "mix"),
         code=study.code("data", "mix"),
     message:
         "Tokenise mix: {wildcards.mix} (seed {wildcards.seed})"

@@ -22,6 +22,7 @@ rule evaluate_reasoning:
         flags=runtime_of("evaluate", "reasoning"),
     params:
         flags=flags_of("evaluate", "reasoning"),
+        settings=settings_of("evaluate", "reasoning"),
         code=study.code("evaluate", "reasoning"),
     message:
         "Evaluate {wildcards.checkpoint} on {wildcards.task} (seed {wildcards.seed})"
@@ -50,6 +51,7 @@ rule evaluate_retention:
         flags=runtime_of("evaluate", "retention"),
     params:
         flags=flags_of("evaluate", "retention"),
+        settings=settings_of("evaluate", "retention"),
         code=study.code("evaluate", "retention"),
     message:
         "Text loss of {wildcards.checkpoint} on {wildcards.task} (seed {wildcards.seed})"

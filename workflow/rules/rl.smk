@@ -22,6 +22,7 @@ rule rl_grpo:
         flags=runtime_of("rl", "grpo"),
     params:
         flags=flags_of("rl", "grpo"),
+        settings=settings_of("rl", "grpo"),
         code=study.code("rl", "grpo"),
     message:
         "GRPO on {wildcards.task} from {wildcards.start} (seed {wildcards.seed})"

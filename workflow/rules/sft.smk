@@ -21,6 +21,7 @@ rule sft_traces:
         flags=runtime_of("sft", "traces"),
     params:
         flags=flags_of("sft", "traces"),
+        settings=settings_of("sft", "traces"),
         code=study.code("sft", "traces"),
     message:
         "Store traces with behaviour log-probabilities: {wildcards.task} (seed {wildcards.seed})"
@@ -48,6 +49,7 @@ rule sft_train:
         flags=runtime_of("sft", "train"),
     params:
         flags=flags_of("sft", "train"),
+        settings=settings_of("sft", "train"),
         code=study.code("sft", "train"),
     message:
         "SFT {wildcards.arm} on {wildcards.task} (seed {wildcards.seed})"
@@ -75,6 +77,7 @@ rule sft_overhead:
         flags=runtime_of("sft", "overhead"),
     params:
         flags=flags_of("sft", "overhead"),
+        settings=settings_of("sft", "overhead"),
         code=study.code("sft", "overhead"),
     message:
         "Time PEAR weights against SFT on {wildcards.task} (seed {wildcards.seed})"

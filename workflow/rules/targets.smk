@@ -11,18 +11,6 @@ localrules:
     pear,
 
 
-rule all:
-    default_target: True
-    input:
-        rules.claims.output,
-        rules.plots.output,
-        rules.page.output,
-        evaluations("reasoning"),
-        evaluations("retention"),
-    message:
-        "The study is complete: see {rules.page.output.html}"
-
-
 rule data:
     input:
         of_method("data", "corpus"),

@@ -139,7 +139,6 @@ def rank_reversal(artifacts: Artifacts) -> Figure:
             colour, marker = artifacts.colour(arm), artifacts.marker(arm)
             axes.scatter(x, y, s=18, color=colour, marker=marker, alpha=0.45, linewidths=0)
             axes.scatter(sum(x) / len(x), sum(y) / len(y), s=75, color=colour, marker=marker, label=arm, zorder=3)
-        axes.set_xscale("log")
         axes.set_title(task, loc="left", weight="bold")
         axes.set(xlabel="validation NLL after SFT, nats per trace (left is better)", ylabel="pass@1 after RL")
         axes.margins(0.12)
