@@ -158,6 +158,19 @@ class Study:
         lists = [[*self.names(stage, method, axis), *(["-"] if axis in open_axes else [])] for axis in axes]
         for values in itertools.product(*lists):
             self.config(stage, method, values, seed=0, inputs={}, placeholder=True)
+            for reference in self.references(stage, method, values).values():
+                for one in reference.values() if isinstance(reference, Mapping) else (reference,):
+                    self._check_reference(one)
+
+    def _check_reference(self, reference: str) -> None:
+        """Its method is known and its variant has an entry. Snakemake itself would say nothing while an old file exists."""
+        self.path(reference, 0)
+        stage, method, variant = reference.split("/")
+        values = tuple(variant.split("-"))
+        if len(values) != len(methods(stage)[method].axes):
+            axes = "-".join(f"<{axis}>" for axis in methods(stage)[method].axes)
+            raise UserError(f"{self.folder}: reference '{reference}' is not {stage}/{method}/{axes}.")
+        self._merged(stage, method, values)
 
     # --- jobs ---
 

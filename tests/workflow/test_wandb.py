@@ -9,13 +9,8 @@ import pytest
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 HIDE = """
-import sys
-class Hide:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "wandb":
-            raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
-sys.meta_path.insert(0, Hide())
-import runpy
+import runpy, sys
+sys.modules["wandb"] = None  # as if it were not installed: find_spec gives None, import fails
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
