@@ -120,7 +120,11 @@ class Project:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         text = done.stdout + done.stderr
         found = set(re.findall(r"^(?:Job|Localjob|localjob) \d+: (.*)$", text, re.M))
-        return {m for m in found if not m.startswith(("The study is complete", "Every checkpoint", "PEAR's comparison", "All SFT arms"))}
+        return {
+            m
+            for m in found
+            if not m.startswith(("The study is complete", "Every checkpoint", "PEAR's comparison", "All SFT arms"))
+        }
 
     @contextlib.contextmanager
     def edited(self, name: str, old: str, new: str) -> Iterator[None]:
