@@ -190,3 +190,19 @@ def test_kl_to_start_is_zero_for_the_start_itself(world, tmp_path):
 def test_batch_and_generations_must_fit(world, tmp_path):
     with pytest.raises(ValueError, match="batch_size 10 is not a multiple of generations 4"):
         job(world, tmp_path, batch_size=10)
+
+
+def test_trainer_and_sampler_agree_on_log_probabilities_at_another_temperature(world, tmp_path):
+    """GRPO's ratio is right only if the trainer divides logits by the sampler's temperature, as our own function does."""
+    from posttrain.core.logprobs import token_logprobs
+
+    config = job(world, tmp_path, temperature=0.7, batch_size=8)
+    trainer = grpo.make_trainer(config, items(world), models.load_tokenizer(world.base), [], [])
+    assert (trainer.args.top_p, trainer.args.top_k, trainer.args.min_p) == (1.0, 0, None)  # a truncating sampler biases the ratio
+    ids = torch.tensor([[2, 3, 4, 5, 6, 12, 13, 3, 4]])
+    theirs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 3)
+    with torch.no_grad():
+        logits = trainer.model(ids).logits[:, 5:-1]
+    ours = token_logprobs(logits, ids[:, 6:], temperature=0.7)
+    assert (theirs - ours).abs().max() < 1e-5
+    assert (theirs - token_logprobs(logits, ids[:, 6:])).abs().max() > 1e-3

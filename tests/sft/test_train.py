@@ -271,3 +271,18 @@ def test_metrics_of_a_job(world, tmp_path):
     rows = tables.read(config.folder / "validation.parquet")
     assert found.metrics["validation/nll"].value == pytest.approx(sum(r["nll"] for r in rows) / sum(r["tokens"] for r in rows))
     assert found.inputs.keys() == {"start", "traces"} and found.not_deterministic is None
+
+
+def test_generation_stops_after_training_when_pad_is_eos(world, tmp_path):
+    """Twenty copies of one answer, padded with EOS: the model learns to end, because the real EOS stays a label."""
+    from posttrain.core.generation import sample
+
+    row = tables.read(world.traces.parent / "traces.parquet", None, [("split", "=", "train")])[0]
+    short = {**row, **{n: [*row[n][:3], row[n][-1]] for n in ("response_ids", "logp_beta", "top_ids", "top_logps")}}
+    model, tokenizer = models.load(world.base), models.load_tokenizer(world.base)
+    other = tables.read(world.traces.parent / "traces.parquet", None, [("split", "=", "train")])[1]
+    data = [train.example(one, 64) for one in [short] * 20 + [other] * 4]  # two lengths, so that the copies are padded
+    config = job(world, tmp_path, steps=60, batch_size=24, learning_rate=5e-3)
+    train.make_trainer(model, config, data, tokenizer.eos_token_id, []).train()
+    ((answer,),) = sample(model, tokenizer, [row["prompt_ids"]], count=1, max_new_tokens=30, seed=0, temperature=0)
+    assert answer.finished and answer.ids == short["response_ids"]
