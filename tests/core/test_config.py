@@ -289,6 +289,7 @@ def test_canonical_keeps_different_values_apart(a, b):
 
 def test_canonical_is_compact_and_keeps_letters():
     assert canonical({"b": [1.0, 1e0, -0.0], "a": "ö"}) == '{"a":"ö","b":[1,1,0]}'
+    assert canonical([1e22, 1e-5, float(2**53)]) == "[1e+22,1e-05,9007199254740992.0]"
 
 
 def test_settings_leave_out_what_cannot_change_a_result():

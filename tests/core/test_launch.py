@@ -30,7 +30,8 @@ def test_srun_geometry():
     found = launch.command("m.n", [], nodes=3, gpus=2, threads=8, job_id="41234")
     assert found[:6] == ["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--gpus-per-node=2"]
     assert found[6:8] == ["bash", "-c"] and len(found) == 9
-    assert "--gpus-per-node" not in " ".join(launch.command("m.n", [], nodes=2, gpus=0, threads=8))
+    without = " ".join(launch.command("m.n", [], nodes=2, gpus=0, threads=8))
+    assert "--gpus-per-node" not in without and "--nproc-per-node=1" in without
 
 
 def test_rendezvous_port_is_the_jobs_own_and_valid():

@@ -64,12 +64,18 @@ def test_round_trip(output):
 
 def test_identical_rerun_writes_an_identical_file(output, monkeypatch):
     file = artifact(output)
-    manifest.publish(job(output), {"b": 1.0, "a": 2.0}, [file], timings={"generate": 1.0})
+    manifest.publish(job(output), {"b": 1.0, "a": 2.0}, [file], card={"y": 1, "x": {"d": 1, "c": 2}}, timings={"generate": 1.0})
     first, provenance = output.read_bytes(), json.loads((output.parent / "provenance.json").read_text())
     monkeypatch.setenv("SOME_TOKEN", "other")
     monkeypatch.setattr("time.time", lambda: 4e9)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    manifest.publish(job(output, workers=4), {"a": 2.0, "b": 1.0}, [file, file], timings={"generate": 9.0})
+    manifest.publish(
+        job(output, workers=4),
+        {"a": 2.0, "b": 1.0},
+        [file, file],
+        card={"x": {"c": 2, "d": 1}, "y": 1},
+        timings={"generate": 9.0},
+    )
     again = json.loads((output.parent / "provenance.json").read_text())
     assert output.read_bytes() == first
     assert again["host"] == "elsewhere" != provenance["host"] and again["timings"] == {"generate": 9.0}

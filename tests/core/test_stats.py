@@ -134,6 +134,19 @@ def test_interval_of_a_mean_agrees_with_the_normal_one():
     )
 
 
+@pytest.mark.parametrize("confidence", [0.95, 0.8])
+def test_interval_over_many_seeds_agrees_with_the_normal_one(confidence):
+    """Items that do not differ within a seed leave the variance between seeds alone."""
+    from scipy.stats import norm
+
+    levels = np.random.default_rng(7).normal(size=150)
+    found = bootstrap([np.full(2, level) for level in levels], confidence=confidence)
+    half = norm.ppf(0.5 + confidence / 2) * levels.std() / math.sqrt(150)
+    assert found.high - found.estimate == pytest.approx(half, rel=0.1) and found.estimate - found.low == pytest.approx(
+        half, rel=0.1
+    )
+
+
 def test_pairs_are_resampled_together():
     base = np.random.default_rng(2).normal(0, 100, size=50)
     for samples in ([np.stack([base + 1, base], 1)], [np.stack([base + 1, base], 1)] * 3):

@@ -69,7 +69,11 @@ def difference(claim: Claim, results: Results, seeds: tuple[int, ...], resamples
 
 
 def rank(claim: Claim, results: Results, seeds: tuple[int, ...], arms: list[str], resamples: int) -> tuple[Interval, int]:
-    """Minus Kendall's tau between the SFT score and the post-RL score of the arms: positive is reversal."""
+    """Minus Kendall's tau between the SFT score and the post-RL score of the arms: positive is reversal.
+
+    The likelihood is of validation traces, the accuracy of test items: unrelated rows that are resampled together, as
+    many as the shorter of the two has.
+    """
     import numpy as np
 
     k, samples = len(arms), []
@@ -79,7 +83,6 @@ def rank(claim: Claim, results: Results, seeds: tuple[int, ...], arms: list[str]
             before = paired(results, claim.task, [f"sft_{arm}" for arm in arms], s, claim.metric)
         else:
             before = -np.array([results.nll(claim.task, arm, s) for arm in arms]).T
-        # Validation traces and test items are different units: each is resampled by its own share of the rows.
         n = min(len(before), len(after))
         samples.append(np.concatenate([before[:n], after[:n]], axis=1))
     statistic = lambda means: -kendall_tau(means[..., :k], means[..., k:])  # noqa: E731
@@ -124,6 +127,8 @@ def measure(name: str, method: str, claim: Claim, results: Results, job: Config)
     else:
         interval, n = overhead(claim, results, job.seeds, job.resamples)
         verdict = judge_bound(interval, claim.bound, len(job.seeds))
+    if claim.kind != "overhead":  # differences of shares and rank correlations end at 1; widening for few seeds does not know
+        interval = Interval(interval.estimate, max(interval.low, -1.0), min(interval.high, 1.0))
     numbers = {"estimate": interval.estimate, "ci_low": interval.low, "ci_high": interval.high, "n": n, "seeds": len(job.seeds)}
     reason = f"{verdict.reason}. {claim.scope[0].upper()}{claim.scope[1:]}."
     return row | numbers | {"verdict": verdict.verdict, "reason": reason}
