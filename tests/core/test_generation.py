@@ -77,6 +77,15 @@ def test_first_tokens_follow_the_models_distribution(model, tokenizer, prompts, 
     assert (counts - expected).abs().max() < 0.03 and expected.max() < 0.9
 
 
+def test_no_token_of_a_large_vocabulary_is_cut_off():
+    """transformers' own default would be top-k 50."""
+    tokenizer = wrap(characters("".join(map(chr, range(0x4E00, 0x4E00 + 200)))))
+    torch.manual_seed(0)
+    flat = models.scratch(models.Shape(hidden=16, layers=1, heads=2, intermediate=16, context=8), tokenizer)
+    (found,) = sample(flat, tokenizer, [[5]], count=4000, max_new_tokens=1, seed=0, batch=4000)
+    assert len({one.ids[0] for one in found}) == 202
+
+
 @pytest.mark.parametrize(
     "habit",
     [

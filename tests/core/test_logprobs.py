@@ -59,6 +59,27 @@ def test_chunks_change_neither_value_nor_gradient(chunk, temperature):
     assert torch.allclose(token_logprobs(logits, tokens, chunk=chunk, temperature=temperature), results[0][0], atol=1e-6)
 
 
+def test_no_float32_copy_of_all_rows_is_ever_made():
+    """The promise of chunks: with a vocabulary of 150k the copy is what does not fit."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, kinds, arguments=(), options=None):
+            nonlocal largest
+            made = function(*arguments, **(options or {}))
+            if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+                largest = max(largest, made.numel())
+            return made
+
+    logits, tokens = draw(64, vocabulary=100)
+    logits = logits.bfloat16().requires_grad_()
+    with Watch():
+        token_logprobs(logits, tokens, chunk=8).sum().backward()
+    assert largest == 800 and logits.grad.abs().sum() > 0
+
+
 def test_gradient_is_one_hot_minus_softmax():
     logits, tokens = draw(5, vocabulary=9)
     leaf = logits.double().requires_grad_()

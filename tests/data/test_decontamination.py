@@ -52,6 +52,10 @@ def test_shuffled_text_is_not_found():
     assert overlap(HELD, [*shuffled, *OTHER]) == [0.0] * 20
 
 
+def test_case_of_the_evaluation_text_takes_no_part():
+    assert overlap([t.title() for t in HELD[:2]], HELD[:1]) == [1.0, 0.0]
+
+
 def test_a_partial_copy_gives_its_share():
     words = HELD[0].split()
     (found,) = overlap(HELD[:1], [" ".join(words[:36])])

@@ -118,6 +118,15 @@ def test_reasoning_leaves_out_items_without_an_answer(monkeypatch):
     assert sorted(row["answer"] for row in reasoning(3, 0, families={"f": {}}, instruction="")) == ["1", "2", "x"]
 
 
+def test_reasoning_has_enough_items_though_every_second_has_no_answer(monkeypatch):
+    def gym(name, size, seed, options):
+        return [{"question": f"{name} {i}", "answer": str(i) if i % 2 else None} for i in range(size)]
+
+    monkeypatch.setattr(families, "_gym", gym)
+    rows = reasoning(7, 0, families={"a": {}, "b": {}}, instruction="")
+    assert len({row["prompt"] for row in rows}) >= 7 and {row["family"] for row in rows} == {"a", "b"}
+
+
 def test_wrong_families_are_named():
     with pytest.raises(UserError, match="reasoning-gym has no family 'chain_sums'; did you mean 'chain_sum'"):
         reasoning(3, 0, families={"chain_sums": {}}, instruction="")
