@@ -303,3 +303,47 @@ def test_only_rank_0_discards(output, monkeypatch):
     training.discard_checkpoints(one)
     training.discard_checkpoints(one)
     assert not (output.parent / "checkpoints").exists()
+
+
+# --- saving ---------------------------------------------------------------------------------------------------
+
+
+class Saver(Trainer):
+    """A trainer whose model is a text file."""
+
+    def __init__(self, rank0: bool = True) -> None:
+        super().__init__()
+        self.rank0, self.saved = rank0, []
+        self.model = SimpleNamespace(config=SimpleNamespace(use_cache=False))
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model, wait_for_everyone=lambda: None)
+
+    def is_world_process_zero(self) -> bool:
+        return self.rank0
+
+    def save_model(self, folder: str) -> None:
+        self.saved.append(folder)
+        if self.rank0:
+            assert not Path(folder).exists()  # what an earlier attempt left there is gone
+            Path(folder).mkdir()
+            for name in ("model.safetensors", "training_args.bin"):
+                (Path(folder) / name).write_text("new")
+
+
+TOKENIZER = SimpleNamespace(save_pretrained=lambda folder: (Path(folder) / "tokenizer.json").write_text("{}"))
+
+
+def test_trained_model_replaces_an_older_one_and_carries_no_pickle(output):
+    for folder in ("model", ".model.partial"):
+        (output.parent / folder).mkdir()
+        (output.parent / folder / "left_over.bin").write_text("old")
+    trainer = Saver()
+    files = training.save_trained(trainer, TOKENIZER, job(output))
+    assert files == [output.parent / "model" / name for name in ("model.safetensors", "tokenizer.json")]
+    assert all(file.is_file() for file in files) and [p.name for p in output.parent.iterdir()] == ["model"]
+    assert trainer.model.config.use_cache is True
+
+
+def test_other_ranks_take_part_in_gathering_and_write_nothing(output):
+    trainer = Saver(rank0=False)
+    assert training.save_trained(trainer, TOKENIZER, job(output)) == []
+    assert len(trainer.saved) == 1 and list(output.parent.iterdir()) == []

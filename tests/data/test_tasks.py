@@ -54,6 +54,12 @@ def test_same_seed_same_bytes_other_seed_other_items(tmp_path):
     assert files[0] == files[1] != files[2]
 
 
+@pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
+def test_prompts_follow_the_seed(tmp_path, values):
+    prompts = [[row["prompt"] for row in generate(job(tmp_path, seed=seed, **values), 50)] for seed in (0, 0, 1)]
+    assert prompts[0] == prompts[1] != prompts[2]
+
+
 def test_secret_permutation_follows_the_seed_and_style_b_needs_it(tmp_path):
     letters = {}
     for seed in (0, 1):

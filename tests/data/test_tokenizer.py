@@ -48,6 +48,10 @@ def test_digits_stand_alone(text):
     assert all(len(p) == 1 for p in pieces if any(c.isdigit() for c in p))
 
 
+def test_line_feeds_in_a_row_are_tokens_of_their_own():
+    assert CHARACTERS.decode(ids(CHARACTERS, "a\n\n\nb")) == "a\n\n\nb" and len(ids(CHARACTERS, "a\n\n\nb")) == 5
+
+
 def test_special_tokens():
     for tokenizer in (CHARACTERS, BPE):
         assert (tokenizer.pad_token, tokenizer.eos_token) == (PAD, EOS) and (tokenizer.pad_token_id, tokenizer.eos_token_id) == (

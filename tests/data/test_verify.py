@@ -221,6 +221,11 @@ PIECES = ["#", BOX, "\\boxed", "{", "}", "}", "1", "23", ",", ",000", ".", "-", 
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=16).map("".join)
 
 
+@pytest.mark.parametrize("text", ["", "#", "# \n", BOX + "}", BOX + "  }", "\\boxed", "#1#", BOX, BOX + "{}"])
+def test_extract_finds_no_empty_answer(text):
+    assert extract(text, "hash") is None and extract(text, "boxed") is None
+
+
 @given(TEXTS, st.sampled_from(["hash", "boxed"]))
 def test_extract_never_fails_and_gives_stripped_text_of_the_response(text, style):
     found = extract(text, style)

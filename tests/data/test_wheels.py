@@ -116,6 +116,7 @@ def test_downloaded_wheel_is_checked_too(cache, pip, tmp_path):
             "ERROR: No matching distribution found for some-data==1.2",
         ),
         ({"code": 1, "stderr": ""}, "no wheel arrived"),
+        ({"code": 1, "stderr": "ERROR: interrupted", "name": "some_data-1.2-py3-none-any.whl"}, "ERROR: interrupted"),
         ({"code": 0, "stderr": ""}, "no wheel arrived"),
     ],
 )
