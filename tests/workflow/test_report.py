@@ -28,7 +28,7 @@ def test_plots_are_xml_and_name_every_arm(project):
     for name in ("rl_curves", "before_after", "rank_reversal"):
         text = (project.results / "report" / f"{name}.svg").read_text()
         assert "pear_token" in text and "two_style" in text
-    assert "never saw real text" in (project.results / "report/retention.svg").read_text()
+    assert "No retention evaluation on this task" in (project.results / "report/retention.svg").read_text()
 
 
 def test_page_shows_the_ledger_and_loads_nothing(project, page):

@@ -124,6 +124,7 @@ rule plots:
 rule page:
     input:
         claims=f"{ROOT}/claims.csv",
+        statements="configs/claims.yaml",
         plots=expand(f"{ROOT}/report/{{plot}}.svg", plot=PLOTS),
         template="src/posttrain/report/page.html.j2",
     output:
@@ -157,5 +158,5 @@ rule page:
         launched(
             "posttrain.report.page",
             "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
-            " --tasks {params.tasks:q} --output {output.html:q}",
+            " --tasks {params.tasks:q} --claims {input.statements:q} --output {output.html:q}",
         )

@@ -1,200 +1,368 @@
-"""The whole study on one self-contained HTML page: ledger, tables of arms, plots, rollouts, data, cost."""
+"""The whole study on one self-contained HTML page: ledger, plots, tables of arms, rollouts, data, cost."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from posttrain.core import cli, manifest, tables
+from posttrain.core import cli, manifest
+from posttrain.core.config import key
 from posttrain.core.errors import UserError
-from posttrain.report.artifacts import Artifacts, ReportConfig, interval, reachable
-from posttrain.report.ledger import VERDICTS
+from posttrain.core.stats import small_sample_factor
+from posttrain.report.artifacts import BASE, GRID, INK, MUTED, PAPER, Artifacts, ReportConfig, interval, reachable
+from posttrain.report.claims import Config as ClaimsConfig
+from posttrain.report.ledger import COLUMNS, VERDICTS, Claim, read_claims
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
+SVG = "{http://www.w3.org/2000/svg}"
 PLOTS = {
     "rl_curves": "Reward over RL",
-    "before_after": "Before and after RL",
-    "rank_reversal": "SFT score against post-RL score",
+    "before_after": "pass@1 before and after RL",
+    "rank_reversal": "SFT score against pass@1 after RL",
     "weights": "PEAR's weights over SFT",
     "retention": "Retention of real text",
 }
-ROLLOUTS_PER_TASK = 12
-SHOWN_CHARACTERS = 300
+THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)", PAPER: "var(--paper)"}
+SCALES = {  # what the estimate of a kind of claim is, and where "no effect" lies
+    "difference": ("Difference in {metric} between two arms", 0.0),
+    "rank": ("Rank reversal: minus Kendall's tau between SFT score and {metric} after RL", 0.0),
+    "overhead": ("Cost: {metric}", 1.0),
+    "not_testable": ("Not testable in this tier", 0.0),
+}
+SPLITS = ("train", "validation", "test")
+FOREST = 150  # units across the inline plot of an interval
+LONGEST = 400  # characters of a completion that are shown
 
 
 class Config(ReportConfig):
-    """The same keys as the plots; --output is the page."""
+    """The keys of the plots, which lie beside --output, and the file that states the claims."""
+
+    claims: Path = key(Path("configs/claims.yaml"), help="what is claimed")
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    """Fixed decimals, a true minus, whole numbers with separators; a dash for what was not measured."""
+    if value is None:
+        return "–"
+    if digits and float(value).is_integer() and abs(value) >= 1000:
+        digits = 0
+    return f"{value:,.{digits}f}".replace("-", "−")
 
 
-def forest(row: dict[str, str]) -> dict[str, float] | None:
-    """Positions on an axis of 150 units that holds the interval and the reference (0, or 1 for a ratio)."""
-    if not row["estimate"]:
-        return None
-    estimate, low, high = (float(row[name]) for name in ("estimate", "ci_low", "ci_high"))
-    reference = 1.0 if row["claim"].startswith("overhead") else 0.0
-    span = max(abs(low - reference), abs(high - reference), 1e-9) * 1.1
-    return {
-        name: round(75 + 70 * (value - reference) / span, 1)
-        for name, value in (("zero", reference), ("low", low), ("high", high), ("estimate", estimate))
-    }
+def plain(value: float) -> str:
+    """A count as a count, anything else with three significant digits."""
+    return number(value, 0) if float(value).is_integer() else f"{value:.3g}".replace("-", "−")
 
 
-def ledger(root: Path) -> list[dict[str, Any]]:
-    """Rows of claims.csv with what the page shows of them."""
-    with open(root / "claims.csv") as stream:
-        rows = list(csv.DictReader(stream))
+def bounded(samples: list) -> dict[str, str]:
+    """Mean and interval of a share."""
+    estimate, low, high = interval(samples, share=True)
+    return {"value": number(estimate), "interval": f"[{number(low)}, {number(high)}]"}
+
+
+# --- ledger -----------------------------------------------------------------------------------------------------
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """Rows of claims.csv, numbers as numbers."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; build it with `snakemake {path}`.")
+    with open(path, encoding="utf-8", newline="") as stream:
+        rows: list[dict[str, Any]] = list(csv.DictReader(stream))
+    if not rows or set(rows[0]) != set(COLUMNS):
+        raise UserError(f"{path} is not a claims ledger (columns {', '.join(COLUMNS)}); delete it and run `snakemake {path}`.")
     for row in rows:
-        has = bool(row["estimate"])
-        row["shown"] = number(float(row["estimate"])) if has else ""
-        row["interval"] = f"[{float(row['ci_low']):.3f}, {float(row['ci_high']):.3f}]" if has else ""
-        row["forest"] = forest(row)
+        row |= {name: float(row[name]) if row[name] else None for name in ("estimate", "ci_low", "ci_high")}
     return rows
 
 
-def passes(artifacts: Artifacts, task: str, checkpoint: str, k: int) -> str:
-    """Mean and half-width of pass@k, or nothing where too few samples were drawn for k."""
+def ticks(low: float, high: float) -> list[float]:
+    """Three or four round numbers within [low, high]."""
+    size = 10.0 ** math.floor(math.log10((high - low) / 2))
+    step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= 4)
+    return [round(i * step, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def group(kind: str, metric: str, rows: list[tuple[dict[str, Any], Claim]]) -> dict[str, Any]:
+    """Claims on one scale: their intervals share an axis, so that lengths can be compared."""
+    title, reference = SCALES[kind]
+    measured = [row for row, _ in rows if row["estimate"] is not None]
+    ends = [row[name] for row in measured for name in ("ci_low", "ci_high")]
+    ends += [claim.bound or claim.smallest_effect for row, claim in rows if row["estimate"] is not None]
+    low, high = min([reference, *ends]), max([reference, *ends])
+    margin = (high - low) * 0.06 or 1.0
+    low, high = low - margin, high + margin
+
+    def place(value: float) -> float:
+        return round((value - low) / (high - low) * FOREST, 1)
+
+    found = []
+    for row, claim in rows:
+        shown = {
+            **row,
+            "source": claim.source,
+            "forest": None,
+            "shown": None,
+            "interval": None,
+            "class": row["verdict"].split()[0],
+        }
+        if row["estimate"] is not None:
+            counts = (0, place(claim.bound)) if claim.bound else (place(claim.smallest_effect), FOREST)
+            shown["forest"] = {name: place(row[column]) for name, column in (("low", "ci_low"), ("high", "ci_high"))} | {
+                "estimate": place(row["estimate"]),
+                "counts": counts[0],
+                "width": round(counts[1] - counts[0], 1),
+            }
+            shown["shown"] = number(row["estimate"])
+            shown["interval"] = f"[{number(row['ci_low'])}, {number(row['ci_high'])}]"
+        found.append(shown)
+    marks = [{"x": place(tick), "text": f"{tick:g}".replace("-", "−")} for tick in ticks(low, high)] if measured else []
+    return {"title": title.format(metric=metric), "reference": place(reference), "ticks": marks, "rows": found}
+
+
+def ledger(rows: list[dict[str, Any]], job: Config) -> list[dict[str, Any]]:
+    """The ledger's rows with the claims that they answer, grouped by scale, in the ledger's order."""
+    claims, groups = read_claims(job.claims), {}
+    for row in rows:
+        claim = claims.get(row["method"], {}).get(row["claim"])
+        if claim is None:
+            where = job.root / "claims.csv"
+            raise UserError(
+                f"{where} has a row {row['method']}.{row['claim']} that {job.claims} does not state; rebuild {where}."
+            )
+        groups.setdefault((claim.kind, claim.metric), []).append((row, claim))
+    return [group(kind, metric, found) for (kind, metric), found in groups.items()]
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------
+
+
+def drawings(path: Path, tasks: tuple[str, ...]) -> dict[str, str]:
+    """task -> its drawing from one of the plots, for use inside the page: theme colours, no name spaces."""
     try:
-        found = interval(artifacts.passes(task, checkpoint, k), share=True)
-    except UserError:
-        return ""
-    return f"{found.estimate:.3f} ± {(found.high - found.low) / 2:.3f}"
-
-
-def arm_table(artifacts: Artifacts, task: str) -> list[dict[str, Any]]:
-    """One row per start of RL: scores before and after, and what RL and the weights looked like."""
-    rows = []
-    for start in artifacts.starts:
-        before, after = artifacts.checkpoints(start)
-        sft, rl = f"sft/train/{task}-{start}", f"rl/grpo/{task}-{start}"
-
-        def metric(reference: str, name: str, digits: int = 3) -> str:
-            return number((artifacts.metric(reference, name) or (None,))[0], digits)
-
-        known = start in artifacts.arms
-        cells = [metric(sft, "validation/nll_per_trace") if known else ""]
-        cells += [passes(artifacts, task, name, k) for k in (1, 8) for name in (before, after)]
-        cells += [metric(rl, "kl_to_start"), metric(rl, "mean/frac_reward_zero_std")]
-        cells += [metric(sft, "weights/mean"), metric(sft, "weights/ess")] if known else ["", ""]
-        rows.append({"start": start, "cells": cells})
-    return rows
-
-
-def rollouts(artifacts: Artifacts, task: str) -> list[dict[str, Any]]:
-    """A few completions of each start's last RL step, first seed."""
-    seed, found = artifacts.seeds[0], []
-    each = max(1, ROLLOUTS_PER_TASK // len(artifacts.starts))
-    for start in artifacts.starts:
-        path = artifacts.path(f"rl/grpo/{task}-{start}", seed)
-        for row in artifacts.rows(path, "rollouts.parquet")[:each] if path.is_file() else ():
-            short = {name: str(row[name])[:SHOWN_CHARACTERS] for name in ("prompt", "completion", "answer")}
-            found.append({**short, "reward": row["reward"], "prompt": f"{short['prompt']}  ({start})"})
+        root = ElementTree.parse(path).getroot()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; build it with `snakemake {path}`.") from None
+    except ElementTree.ParseError as error:
+        raise UserError(f"{path} is not valid XML ({error}); delete it and run `snakemake {path}`.") from None
+    children, found = {child.get("id"): child for child in root}, {}
+    ElementTree.register_namespace("", SVG[1:-1])
+    for task in tasks:
+        child = children.get(f"{path.stem}-{task}")
+        if child is None:
+            raise UserError(f"{path} has no drawing of task {task}; delete it and run `snakemake {path}`.")
+        for parent in child.iter():
+            for style in parent.findall(f"{SVG}style"):  # would hold for the whole page; the page has its own
+                parent.remove(style)
+        for name in ("width", "height", "x", "y"):
+            child.attrib.pop(name, None)
+        child.attrib |= {"role": "img", "aria-label": f"{PLOTS[path.stem]}, {task}", "class": "plot"}
+        text = ElementTree.tostring(child, encoding="unicode")
+        text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
+        found[task] = re.sub("|".join(THEME), lambda hit: THEME[hit[0]], text).strip()
     return found
 
 
-def data_cards(found: list[Path], artifacts: Artifacts) -> list[dict[str, Any]]:
+def arm_table(data: Artifacts, task: str) -> dict[str, Any]:
+    """One row per start of RL: scores before and after, and what RL and the weights looked like."""
+    evaluated = data.evaluated("reasoning", task)
+    ks = data.manifest(f"evaluate/reasoning/{task}-{BASE}", data.seeds[0]).config["k"] if evaluated else []
+
+    def metric(reference: str, name: str) -> dict[str, str]:
+        found = data.metric(reference, name) if data.available([reference]) else None
+        value, error = found or (None, None)
+        return {"value": number(value), "interval": f"± {number(error)}" if error is not None else ""}
+
     rows = []
+    for start in data.starts:
+        sft, rl = f"sft/train/{task}-{start}", f"rl/grpo/{task}-{start}"
+        cells = [metric(sft, "validation/nll_per_trace")]
+        cells += [bounded(data.passes(task, name, k)) for k in sorted(ks) for name in data.checkpoints(start)]
+        cells += [metric(rl, "kl_to_start"), metric(rl, "mean/frac_reward_zero_std")]
+        cells += [metric(sft, "weights/mean"), metric(sft, "weights/ess")]
+        rows.append({"start": start, "colour": data.colour(start), "cells": cells})
+    return {"ks": sorted(ks), "rows": rows}
+
+
+def rollouts(data: Artifacts, task: str) -> list[dict[str, Any]]:
+    """Of each start's last RL step in the first seed: a right completion and a wrong one, if there are both."""
+    found = []
+    for start in data.starts:
+        path = data.path(f"rl/grpo/{task}-{start}", data.seeds[0])
+        # A run that was resumed after its last step has no completions to show.
+        if not path.is_file() or "rollouts.parquet" not in data.read(path).artifacts:
+            continue
+        by_reward: dict[float, dict[str, Any]] = {}
+        for row in data.rows(path, "rollouts.parquet"):
+            by_reward.setdefault(row["reward"], row)
+        for reward, row in sorted(by_reward.items(), reverse=True)[:2]:
+            shown = {name: shorten(row[name]) for name in ("prompt", "completion", "answer")}
+            found.append({**shown, "start": start, "colour": data.colour(start), "reward": f"{reward:g}"})
+    return found
+
+
+def shorten(text: Any) -> str:
+    text = str(text)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text):,} characters)"
+
+
+def example(data: Artifacts, task: str) -> dict[str, str] | None:
+    """A test item of the task, with its prompt and answer."""
+    if not data.evaluated("reasoning", task):
+        return None
+    return data.rows(data.path(f"evaluate/reasoning/{task}-{BASE}", data.seeds[0]), "items.parquet")[0]
+
+
+# --- data, models, cost -----------------------------------------------------------------------------------------
+
+
+def pretrained(data: Artifacts) -> list[dict[str, Any]]:
+    """Evaluations of models that are no start of RL and did not come out of it: their names are the configuration's."""
+    variants = sorted({path.parents[1] for path in data.root.glob(f"evaluate/*/*/seed*/{manifest.NAME}")})
+    by_digest = {manifest.sha256(path): path for path in data.root.glob(f"base/*/*/seed*/{manifest.NAME}")}
+    found = []
+    for folder in variants:
+        reference, checkpoint = str(folder.relative_to(data.root)), folder.name.partition("-")[2]
+        compared = checkpoint == BASE or checkpoint.startswith(("sft_", "rl_"))
+        if compared or not all(data.path(reference, seed).is_file() for seed in data.seeds):
+            continue
+        first = data.path(reference, data.seeds[0])
+        one = data.read(first)
+        model = by_digest.get(one.inputs.get("model", ""))
+        card = {"manifest": data.read(model).identity, **data.read(model).card} if model else {}
+        if model and "parameters" in data.read(model).metrics:
+            card["parameters"] = plain(data.read(model).metrics["parameters"].value)
+        metrics = []
+        for name, own in one.metrics.items():
+            value, _ = data.metric(reference, name) or (None, None)
+            metrics.append({"name": name, "value": number(value), "error": number(own.se), "n": own.n})
+        samples = data.rows(first, "items.parquet")[:3] if "items.parquet" in one.artifacts else []
+        samples = [{name: shorten(row[name]) for name in ("prompt", "first_response", "answer")} for row in samples]
+        found.append({"name": reference.partition("/")[2], "card": card, "metrics": metrics, "samples": samples})
+    return found
+
+
+def ends(data: Artifacts, models: list[dict[str, Any]]) -> list[Path]:
+    """Manifests that nothing else is built on: evaluations, and the timing of weights."""
+    references = [f"sft/overhead/{task}" for task in data.tasks]
+    for method in ("reasoning", "retention"):
+        references += [f"evaluate/{method}/{t}-{name}" for t in data.tasks for s in data.starts for name in data.checkpoints(s)]
+    references += [f"evaluate/{model['name']}" for model in models]
+    return [data.path(reference, seed) for reference in references for seed in data.seeds]
+
+
+def split_of(text: str) -> str:
+    """The split that a metric's name ends in, or nothing."""
+    end = text.rpartition("/")[2]
+    return end if end in SPLITS else ""
+
+
+def data_cards(found: list[Path], data: Artifacts) -> list[dict[str, Any]]:
+    """What the study's data hold: one row per data set, of the first seed that has it."""
+    rows: dict[str, dict[str, Any]] = {}
     for path in found:
-        one = artifacts.read(path)
-        if one.stage == "data" and one.method in ("corpus", "tasks", "mix"):
-            licences = "; ".join(f"{n}: {t}" for n, t in one.card.get("licences", {}).items())
-            shown = {n: f"{m.value:,.4g}" if m.value % 1 else f"{int(m.value):,}" for n, m in one.metrics.items()}
-            rows.append({"name": one.identity, "metrics": shown, "licences": licences})
-    return rows
+        one = data.read(path)
+        name = f"{one.method}/{one.variant}"
+        if name in rows or (one.stage, one.method) not in (
+            ("data", "corpus"),
+            ("data", "tasks"),
+            ("data", "mix"),
+            ("sft", "traces"),
+        ):
+            continue
+        realised, families, counts = one.card.get("realised", {}), one.card.get("families", {}), {}
+        ordered = sorted(one.metrics, key=lambda text: (text.partition("/")[0], (*SPLITS, "").index(split_of(text)), text))
+        for text in ordered:
+            what, _, part = text.partition("/")
+            if what != "overlap" and part not in realised:  # parts of a mix have their own column
+                counts.setdefault(what.replace("_", " "), []).append(f"{plain(one.metrics[text].value)} {part}".strip())
+        parts = {part: ", ".join(f"{plain(v)} {unit}" for unit, v in values.items()) for part, values in realised.items()}
+        overlap = {text.partition("/")[2].replace("_", " "): one.metrics[text] for text in ordered if text.startswith("overlap/")}
+        rows[name] = {
+            "name": name,
+            "counts": {what: ", ".join(values) for what, values in counts.items()},
+            "overlap": {what: plain(value.value) for what, value in overlap.items()},
+            "parts": parts or {part: f"{plain(count)} items" for part, count in families.items() if len(families) > 1},
+            "licences": one.card.get("licences", {}),
+            "ngram": one.config.get("ngram"),
+        }
+    return sorted(rows.values(), key=lambda row: row["name"])
 
 
 def costs(found: list[Path]) -> list[dict[str, Any]]:
-    """Wall time and memory per stage and method, from provenance.json."""
+    """Wall time and peak memory per stage and method, from what the jobs left beside their manifests."""
     groups: dict[str, list[dict[str, float]]] = {}
     for path in found:
-        stage = "/".join(path.parts[-5:-3])
-        groups.setdefault(stage, []).append(json.loads((path.parent / "provenance.json").read_text()))
+        beside = path.parent / "provenance.json"
+        if beside.is_file():
+            groups.setdefault("/".join(path.parts[-5:-3]), []).append(json.loads(beside.read_text(encoding="utf-8")))
+    groups = {**dict(sorted(groups.items())), "total": [job for jobs in groups.values() for job in jobs]}
     return [
         {
             "stage": stage,
             "jobs": len(jobs),
-            "seconds": f"{sum(job['wall_seconds'] for job in jobs):.0f}",
-            "longest": f"{max(job['wall_seconds'] for job in jobs):.0f}",
-            "memory": f"{max(job['peak_memory_mb'] for job in jobs):.0f}",
+            "seconds": number(sum(job["wall_seconds"] for job in jobs), 1),
+            "longest": number(max(job["wall_seconds"] for job in jobs), 1),
+            "memory": number(max(job["peak_memory_mb"] for job in jobs), 0),
         }
-        for stage, jobs in sorted(groups.items())
+        for stage, jobs in groups.items()
+        if jobs
     ]
-
-
-def pretrained(artifacts: Artifacts, compared: set[str]) -> list[dict[str, Any]]:
-    """Evaluations of models that are no arm of a comparison."""
-    rows = []
-    for path in sorted(artifacts.root.glob(f"evaluate/*/*/seed{artifacts.seeds[0]}/{manifest.NAME}")):
-        one = artifacts.read(path)
-        if one.variant in compared:
-            continue
-        for name, value in one.metrics.items():
-            rows.append(
-                {"evaluation": f"{one.method}/{one.variant}", "metric": name, "value": number(value.value), "n": value.n or ""}
-            )
-    return rows
-
-
-def inline(path: Path) -> str:
-    """An SVG as part of the page: ids get the plot's name, so that two plots do not share a gradient or a clip path."""
-    text = path.read_text()
-    text = text[text.index("<svg") :]
-    name = path.stem
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
-    text = re.sub(r'(xlink:href|href)="#([^"]+)"', rf'\1="#{name}-\2"', text)
-    return re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
 
 
 def main(job: Config) -> None:
-    from jinja2 import Environment
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
 
-    artifacts = Artifacts(job)
-    compared = {f"{t}-{c}" for t in job.tasks for s in artifacts.starts for c in artifacts.checkpoints(s)}
-    ends = [
-        p for p in job.root.glob(f"evaluate/*/*/seed*/{manifest.NAME}") if int(p.parent.name.removeprefix("seed")) in job.seeds
+    data, rows = Artifacts(job), read_ledger(job.root / "claims.csv")
+    groups = ledger(rows, job)
+    plots = {name: drawings(job.folder / f"{name}.svg", job.tasks) for name in PLOTS}
+    models = pretrained(data)
+    found = reachable(data, ends(data, models))
+    manifests = [data.read(path) for path in found]
+    packages: dict[str, set[str]] = {}
+    for one in manifests:
+        for name, version in one.packages.items():
+            packages.setdefault(name, set()).add(version)
+    tasks = [
+        {
+            "name": task,
+            "example": example(data, task),
+            "table": arm_table(data, task),
+            "rollouts": rollouts(data, task),
+            "plots": [{"title": title, "svg": Markup(plots[name][task])} for name, title in PLOTS.items()],
+        }
+        for task in job.tasks
     ]
-    found = reachable(artifacts, ends)
-    rows, tasks = ledger(job.root), []
-    for task in job.tasks:
-        where = artifacts.path(artifacts_task(artifacts, task), job.seeds[0])
-        example = tables.read(where.parent / "items.parquet", ["prompt", "answer"])[0]
-        tasks.append({"name": task, "rows": arm_table(artifacts, task), "prompt": example["prompt"], "answer": example["answer"]})
-    text = (
-        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        .from_string(TEMPLATE.read_text())
-        .render(
-            tier=job.root.name,
-            seeds=job.seeds,
-            devices=sorted({artifacts.read(path).device for path in found}),
-            packages=artifacts.read(found[0]).packages if found else {},
-            jobs=len(found),
-            verdicts={verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS},
-            ledger=rows,
-            tasks=tasks,
-            plots=[{"title": title, "svg": inline(job.output.parent / f"{name}.svg")} for name, title in PLOTS.items()],
-            rollouts=[{"title": task, "rows": rollouts(artifacts, task)} for task in job.tasks],
-            pretrained=pretrained(artifacts, compared),
-            data=data_cards(found, artifacts),
-            cost=costs(found),
-        )
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        tier=job.root.name,
+        seeds=job.seeds,
+        arms=job.arms,
+        devices=sorted({one.device for one in manifests}),
+        packages={name: " / ".join(sorted(versions)) for name, versions in sorted(packages.items())},
+        jobs=len(found),
+        verdicts={verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS},
+        claims=len(rows),
+        groups=groups,
+        forest=FOREST,
+        tasks=tasks,
+        pretrained=models,
+        data=data_cards(found, data),
+        cost=costs(found),
+        inexact={f"{one.stage}/{one.method}": one.not_deterministic for one in manifests if one.not_deterministic},
+        resamples=ClaimsConfig.model_fields["resamples"].default,
+        factor=number(small_sample_factor(len(job.seeds)), 2),
     )
     manifest.write_atomically(job.output, text)
-
-
-def artifacts_task(artifacts: Artifacts, task: str) -> str:
-    """Reference of an evaluation of this task that exists (its per-item table holds prompts and answers)."""
-    for start in artifacts.starts:
-        for name in artifacts.checkpoints(start):
-            reference = f"evaluate/reasoning/{task}-{name}"
-            if artifacts.path(reference, artifacts.seeds[0]).is_file():
-                return reference
-    raise UserError(f"{artifacts.root}/evaluate/reasoning holds no result of task {task}; run `snakemake evaluate_all` first.")
 
 
 if __name__ == "__main__":
