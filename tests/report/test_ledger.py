@@ -12,7 +12,7 @@ from posttrain.core import manifest, tables
 from posttrain.core.errors import UserError
 from posttrain.core.stats import Interval
 from posttrain.report import claims
-from posttrain.report.ledger import COLUMNS, VERDICTS, judge, judge_bound, read_claims
+from posttrain.report.ledger import COLUMNS, VERDICTS, judge, judge_bound, judge_reversal, read_claims
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
         ((0.03, 0.01, 0.06), "inconclusive"),  # above zero, but the estimate is below what counts
         ((0.01, -0.02, 0.04), "contradicted"),  # a tight null: 0.05 is excluded
         ((0.03, -0.05, 0.11), "inconclusive"),
+        ((0.06, -0.02, 0.14), "inconclusive"),  # the estimate counts, the interval holds 0
+        ((0.03, 0.01, 0.045), "inconclusive"),  # surely positive: "contradicted" would deny the sign
         ((-0.20, -0.30, -0.10), "contradicted"),
         ((0.0, 0.0, 0.0), "contradicted"),
     ],
@@ -35,6 +37,21 @@ def test_verdict(interval, expected):
     assert "one seed" in found.reason and "3 seeds" in judge(Interval(*interval), 0.05, seeds=3).reason
 
 
+def test_no_verdict_where_the_baseline_leaves_no_room():
+    found = judge(Interval(0.03, 0.01, 0.045), 0.05, seeds=3, baseline=0.957)
+    assert found.verdict == "not testable here" and "0.957" in found.reason
+    assert judge(Interval(0.03, -0.01, 0.045), 0.05, seeds=3, baseline=0.94).verdict == "contradicted"
+
+
+def test_a_reversal_is_never_contradicted():
+    def verdict(*interval, ordered=True):
+        return judge_reversal(Interval(*interval), 0.05, 3, "a scores better, b starts better", ordered=ordered).verdict
+
+    assert verdict(0.2, 0.1, 0.3) == "replicated"
+    assert verdict(0.2, 0.1, 0.3, ordered=False) == verdict(0.2, -0.1, 0.5) == verdict(0.04, 0.01, 0.07) == "inconclusive"
+    assert verdict(-0.3, -0.4, -0.2) == "inconclusive"
+
+
 def test_verdict_on_a_bound():
     assert judge_bound(Interval(1.01, 0.99, 1.04), 1.05, 1).verdict == "replicated"
     assert judge_bound(Interval(1.10, 1.06, 1.20), 1.05, 1).verdict == "contradicted"
@@ -43,7 +60,7 @@ def test_verdict_on_a_bound():
 
 def test_shipped_claims_are_complete():
     found = read_claims(ROOT / "configs/claims.yaml")
-    assert {"difference", "rank", "overhead", "not_testable"} == {claim.kind for claim in found["pear"].values()}
+    assert {"difference", "reversal", "overhead", "not_testable"} == {claim.kind for claim in found["pear"].values()}
     assert all(claim.source and claim.paper_value for claim in found["pear"].values())
 
 
@@ -76,6 +93,9 @@ def results(tmp_path) -> Path:
         for checkpoint, skill in SKILL.items():
             rows = [{"id": str(i), "n": 16, "correct": int(np.clip(skill + rng.integers(-2, 3), 0, 16))} for i in range(80)]
             publish(f"evaluate/reasoning/task-{checkpoint}", seed, rows, "items.parquet")
+        for checkpoint, skill in {"sft_sft": 8, "sft_good": 4, "rl_sft": 12, "rl_good": 6}.items():  # the same order twice
+            rows = [{"id": str(i), "n": 16, "correct": int(skill + rng.integers(-2, 3))} for i in range(80)]
+            publish(f"evaluate/reasoning/flat-{checkpoint}", seed, rows, "items.parquet")
         for i, arm in enumerate(ARMS):
             publish(
                 f"sft/train/task-{arm}", seed, [{"nll": 1.0 + i + rng.normal(0, 0.1)} for _ in range(60)], "validation.parquet"
@@ -86,8 +106,9 @@ def results(tmp_path) -> Path:
 m:
   gain: {statement: s, paper_value: p, source: q, kind: difference, task: task, arm: rl_better, baseline: rl_sft, smallest_effect: 0.05, scope: z}
   loss: {statement: s, paper_value: p, source: q, kind: difference, task: task, arm: rl_sft, baseline: rl_better, smallest_effect: 0.05, scope: z}
-  rank: {statement: s, paper_value: p, source: q, kind: rank, task: task, score: accuracy, smallest_effect: 0.2, scope: z}
-  nll: {statement: s, paper_value: p, source: q, kind: rank, task: task, score: likelihood, smallest_effect: 0.2, scope: z}
+  rank: {statement: s, paper_value: p, source: q, kind: reversal, task: task, score: accuracy, arms: [sft, good, better], smallest_effect: 0.05, scope: z}
+  nll: {statement: s, paper_value: p, source: q, kind: reversal, task: task, score: likelihood, arms: [sft, good, better], smallest_effect: 0.05, scope: z}
+  same: {statement: s, paper_value: p, source: q, kind: reversal, task: flat, score: accuracy, arms: [sft, good], smallest_effect: 0.05, scope: z}
   cost: {statement: s, paper_value: p, source: q, kind: overhead, task: task, arm: pear_token, baseline: sft, bound: 1.05, scope: z}
   other: {statement: s, paper_value: p, source: q, kind: difference, task: elsewhere, arm: rl_a, baseline: rl_b, scope: z}
   big: {statement: s, paper_value: p, source: q, kind: not_testable, scope: needs a cluster}
@@ -121,7 +142,11 @@ def test_rows(results):
     )
     assert float(found["gain"]["ci_low"]) < float(found["gain"]["estimate"]) < float(found["gain"]["ci_high"])
     assert found["gain"]["n"] == "240" and found["gain"]["seeds"] == "3"
-    assert float(found["rank"]["estimate"]) == 1.0 and float(found["nll"]["estimate"]) == 1.0
+    for name in ("rank", "nll"):  # sft has the best score of both kinds and is the worst start
+        assert found[name]["verdict"] == "replicated" and "sft scores better, better starts better" in found[name]["reason"]
+        assert float(found[name]["estimate"]) == pytest.approx(0.5, abs=0.03)
+    assert found["nll"]["n"] == "240"  # all test items, though there are fewer validation traces
+    assert found["same"]["verdict"] == "inconclusive" and float(found["same"]["estimate"]) < 0
     assert float(found["cost"]["estimate"]) == pytest.approx(1.02, abs=0.01) and found["cost"]["verdict"] == "replicated"
     assert found["other"]["verdict"] == "not testable here" and "no evaluate/reasoning/elsewhere-rl_a" in found["other"]["reason"]
     assert found["big"]["reason"] == "needs a cluster" and found["big"]["estimate"] == ""
@@ -135,9 +160,32 @@ def test_one_seed_says_so_and_the_ledger_is_reproducible(results):
     assert "<script" not in (results / "claims.html").read_text()
 
 
+def rewrite(where: Path, change) -> None:
+    """Change the rows of items.parquet and let the manifest agree with them again."""
+    import json
+
+    rows = change(tables.read(where / "items.parquet"))
+    file = tables.write(rows, where / "items.parquet")
+    found = json.loads((where / "manifest.json").read_text())
+    found["artifacts"]["items.parquet"] = {"sha256": manifest.sha256(file), "size": file.stat().st_size}
+    (where / "manifest.json").write_text(json.dumps(found))
+
+
+def test_items_are_paired_by_id_not_by_position(results):
+    before = ledger(results)["gain"]
+    for seed in (0, 1, 2):
+        rewrite(results / f"evaluate/reasoning/task-rl_sft/seed{seed}", lambda rows: rows[::-1])
+    assert ledger(results)["gain"] == before
+
+
 def test_arms_on_different_items_are_refused(results):
+    rewrite(results / "evaluate/reasoning/task-rl_sft/seed0", lambda rows: [{**rows[0], "id": "other"}, *rows[1:]])
+    with pytest.raises(UserError, match="rl_sft and rl_better of task were evaluated on different items"):
+        ledger(results)
+
+
+def test_a_damaged_table_is_refused(results):
     where = results / "evaluate/reasoning/task-rl_sft/seed0"
-    rows = tables.read(where / "items.parquet")[:-1]
-    tables.write(rows, where / "items.parquet")
+    tables.write(tables.read(where / "items.parquet")[:-1], where / "items.parquet")
     with pytest.raises(UserError, match="differs from what"):
         ledger(results)

@@ -25,7 +25,7 @@ CLAIMS = """
 pear:
   gain: {statement: s, paper_value: up <b>, source: q, kind: difference, task: near, arm: rl_pear_token, baseline: rl_sft, smallest_effect: 0.05, scope: z}
   loss: {statement: s, paper_value: p, source: q, kind: difference, task: near, arm: rl_sft, baseline: rl_pear_token, smallest_effect: 0.05, scope: z}
-  rank: {statement: s, paper_value: p, source: q, kind: rank, task: far, score: likelihood, smallest_effect: 0.2, scope: z}
+  rank: {statement: s, paper_value: p, source: q, kind: reversal, task: far, score: likelihood, arms: [sft, pear_token, pear_sequence], smallest_effect: 0.05, scope: z}
   cost: {statement: s, paper_value: p, source: q, kind: overhead, task: near, arm: pear_token, baseline: sft, metric: step time ratio, bound: 1.05, scope: z}
   big: {statement: s, paper_value: p, source: q, kind: not_testable, scope: needs a cluster}
 """

@@ -151,7 +151,7 @@ class Artifacts:
 
 
 def interval(samples: list[np.ndarray], *, share: bool = False) -> Interval:
-    """The ledger's bootstrap interval of a mean. `share`: cut to [0, 1], beyond which widening for few seeds may reach."""
+    """The ledger's bootstrap interval of a mean. `share`: cut to [0, 1], beyond which Student's quantile for few seeds may reach."""
     estimate, low, high = bootstrap(samples)
     return Interval(estimate, max(low, 0.0), min(high, 1.0)) if share else Interval(estimate, low, high)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import html
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from posttrain.core import cli, manifest, tables
 from posttrain.core.config import JobConfig, key
 from posttrain.core.errors import UserError
-from posttrain.core.stats import Interval, bootstrap, kendall_tau, pass_at_k
-from posttrain.report.ledger import COLUMNS, Claim, Verdict, judge, judge_bound, read_claims
+from posttrain.core.stats import Interval, bootstrap, pass_at_k
+from posttrain.report.ledger import COLUMNS, Claim, Verdict, judge, judge_bound, judge_reversal, read_claims
 
 
 class Config(JobConfig):
@@ -63,43 +64,67 @@ def paired(results: Results, task: str, checkpoints: list[str], seed: int, metri
     return np.array([[column[i] for column in columns] for i in columns[0]])
 
 
-def difference(claim: Claim, results: Results, seeds: tuple[int, ...], resamples: int) -> tuple[Interval, int]:
-    values = [paired(results, claim.task, [claim.arm, claim.baseline], s, claim.metric) for s in seeds]
-    return bootstrap([v[:, 0] - v[:, 1] for v in values], resamples=resamples), sum(map(len, values))
+Measured = tuple[Interval, int, Verdict]
 
 
-def rank(claim: Claim, results: Results, seeds: tuple[int, ...], arms: list[str], resamples: int) -> tuple[Interval, int]:
-    """Minus Kendall's tau between the SFT score and the post-RL score of the arms: positive is reversal.
+def difference(claim: Claim, results: Results, job: Config) -> Measured:
+    """Mean of arm - baseline over paired items."""
+    values = [paired(results, claim.task, [claim.arm, claim.baseline], s, claim.metric) for s in job.seeds]
+    interval = bootstrap([v[:, 0] - v[:, 1] for v in values], resamples=job.resamples)
+    baseline = sum(float(v[:, 1].mean()) for v in values) / len(values)
+    verdict = judge(interval, claim.smallest_effect, len(job.seeds), baseline=baseline)
+    return interval, sum(map(len, values)), verdict
 
-    The likelihood is of validation traces, the accuracy of test items: unrelated rows that are resampled together, as
-    many as the shorter of the two has.
+
+def reversal(claim: Claim, results: Results, job: Config) -> Measured:
+    """The pair of arms that is reversed most surely: better SFT score, worse after RL (Bonferroni over all pairs).
+
+    The interval is of (other arm - better-scored arm) after RL. SFT scores and RL scores are of different units (traces
+    or items) and are resampled apart, each with all its rows.
     """
     import numpy as np
 
-    k, samples = len(arms), []
-    for s in seeds:
-        after = paired(results, claim.task, [f"rl_{arm}" for arm in arms], s, claim.metric)
-        if claim.score == "accuracy":
-            before = paired(results, claim.task, [f"sft_{arm}" for arm in arms], s, claim.metric)
-        else:
-            before = -np.array([results.nll(claim.task, arm, s) for arm in arms]).T
-        n = min(len(before), len(after))
-        samples.append(np.concatenate([before[:n], after[:n]], axis=1))
-    statistic = lambda means: -kendall_tau(means[..., :k], means[..., k:])  # noqa: E731
-    return bootstrap(samples, statistic, resamples=resamples), sum(map(len, samples))
+    arms = list(claim.arms)
+    after = [paired(results, claim.task, [f"rl_{arm}" for arm in arms], s, claim.metric) for s in job.seeds]
+    if claim.score == "accuracy":
+        before = [paired(results, claim.task, [f"sft_{arm}" for arm in arms], s, claim.metric) for s in job.seeds]
+    else:
+        before = [-np.array([results.nll(claim.task, arm, s) for arm in arms]).T for s in job.seeds]
+    pairs = list(combinations(range(len(arms)), 2))
+    options = {"resamples": job.resamples, "confidence": 1 - 0.05 / len(pairs)}
+    found = []
+    for a, b in pairs:
+        score = bootstrap([v[:, a] - v[:, b] for v in before], **options)
+        gain = bootstrap([v[:, b] - v[:, a] for v in after], **options)
+        if score.estimate < 0:  # b has the better score
+            a, b, score, gain = b, a, *(Interval(-i.estimate, -i.high, -i.low) for i in (score, gain))
+        found.append((score.low > 0, gain, f"{arms[a]} scores better, {arms[b]} starts better"))
+    ordered, gain, pair = max(found, key=lambda one: (one[0] and one[1].low > 0, one[1].low))
+    verdict = judge_reversal(gain, claim.smallest_effect, len(job.seeds), pair, ordered=ordered)
+    return gain, sum(map(len, after)), verdict
 
 
-def overhead(claim: Claim, results: Results, seeds: tuple[int, ...], resamples: int) -> tuple[Interval, int]:
-    """Ratio of mean step times on the same batches."""
+def overhead(claim: Claim, results: Results, job: Config) -> Measured:
+    """Geometric mean over batches of the ratio of step times on the same batch."""
     import numpy as np
 
     samples = []
-    for s in seeds:
+    for s in job.seeds:
         where = results.manifest(f"sft/overhead/{claim.task}", s)
         manifest.read(where)
         rows = tables.read(where.parent / "step_times.parquet")
-        samples.append(np.array([[row[claim.arm], row[claim.baseline]] for row in rows]))
-    return bootstrap(samples, lambda means: means[..., 0] / means[..., 1], resamples=resamples), sum(map(len, samples))
+        samples.append(np.log([row[claim.arm] / row[claim.baseline] for row in rows]))
+    interval = Interval(*np.exp(bootstrap(samples, resamples=job.resamples)).tolist())
+    return interval, sum(map(len, samples)), judge_bound(interval, claim.bound, len(job.seeds))
+
+
+def needed(claim: Claim) -> list[str]:
+    """References of the jobs that a claim rests on."""
+    if claim.kind == "difference":
+        return [f"evaluate/reasoning/{claim.task}-{name}" for name in (claim.arm, claim.baseline)]
+    if claim.kind == "overhead":
+        return [f"sft/overhead/{claim.task}"]
+    return [f"evaluate/reasoning/{claim.task}-{stage}_{arm}" for stage in ("sft", "rl") for arm in claim.arms]
 
 
 def measure(name: str, method: str, claim: Claim, results: Results, job: Config) -> dict[str, Any]:
@@ -108,26 +133,11 @@ def measure(name: str, method: str, claim: Claim, results: Results, job: Config)
     empty = {"estimate": None, "ci_low": None, "ci_high": None, "n": None, "seeds": None}
     if claim.kind == "not_testable":
         return row | empty | Verdict("not testable here", claim.scope)._asdict()
-    arms = [arm for arm in job.arms if not arm.startswith("kl")]
-    needed = {
-        "difference": [f"evaluate/reasoning/{claim.task}-{claim.arm}", f"evaluate/reasoning/{claim.task}-{claim.baseline}"],
-        "rank": [f"evaluate/reasoning/{claim.task}-{stage}_{arm}" for stage in ("sft", "rl") for arm in arms],
-        "overhead": [f"sft/overhead/{claim.task}"],
-    }[claim.kind]
-    missing = [reference for reference in needed for s in job.seeds if not results.has(reference, s)]
+    missing = [reference for reference in needed(claim) for s in job.seeds if not results.has(reference, s)]
     if missing:
-        reason = f"this tier has no {missing[0]}"
-        return row | empty | Verdict("not testable here", reason)._asdict()
-    if claim.kind == "difference":
-        interval, n = difference(claim, results, job.seeds, job.resamples)
-        verdict = judge(interval, claim.smallest_effect, len(job.seeds))
-    elif claim.kind == "rank":
-        interval, n = rank(claim, results, job.seeds, arms, job.resamples)
-        verdict = judge(interval, claim.smallest_effect, len(job.seeds))
-    else:
-        interval, n = overhead(claim, results, job.seeds, job.resamples)
-        verdict = judge_bound(interval, claim.bound, len(job.seeds))
-    if claim.kind != "overhead":  # differences of shares and rank correlations end at 1; widening for few seeds does not know
+        return row | empty | Verdict("not testable here", f"this tier has no {missing[0]}")._asdict()
+    interval, n, verdict = {"difference": difference, "reversal": reversal, "overhead": overhead}[claim.kind](claim, results, job)
+    if claim.kind != "overhead":  # a difference of shares ends at 1, which Student's quantile for few seeds does not know
         interval = Interval(interval.estimate, max(interval.low, -1.0), min(interval.high, 1.0))
     numbers = {"estimate": interval.estimate, "ci_low": interval.low, "ci_high": interval.high, "n": n, "seeds": len(job.seeds)}
     reason = f"{verdict.reason}. {claim.scope[0].upper()}{claim.scope[1:]}."

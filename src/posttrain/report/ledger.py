@@ -18,11 +18,12 @@ class Claim(Model):
     statement: str = key(help="the claim in our own words")
     paper_value: str = key(help="the paper's figure, with its unit")
     source: str = key(help="where the figure stands")
-    kind: Literal["difference", "rank", "overhead", "not_testable"] = key(help="the comparison that tests it")
+    kind: Literal["difference", "reversal", "overhead", "not_testable"] = key(help="the comparison that tests it")
     task: str | None = key(None, help="task of the comparison")
     arm: str | None = key(None, help="checkpoint (difference) or weighting (overhead) that the claim favours")
     baseline: str | None = key(None, help="what it is compared with")
-    score: Literal["likelihood", "accuracy"] | None = key(None, help="rank: SFT-stage score")
+    score: Literal["likelihood", "accuracy"] | None = key(None, help="reversal: SFT-stage score")
+    arms: tuple[str, ...] = key((), help="reversal: SFT arms among which a reversed pair is looked for")
     metric: str = key("pass@1", help="what is compared")
     smallest_effect: float = key(0.0, help="smallest effect that counts", ge=0)
     bound: float | None = key(None, help="overhead: largest ratio that counts as little", gt=1)
@@ -31,12 +32,12 @@ class Claim(Model):
     def model_post_init(self, _context) -> None:
         needed = {
             "difference": ("task", "arm", "baseline"),
-            "rank": ("task", "score"),
+            "reversal": ("task", "score", "arms"),
             "overhead": ("task", "arm", "baseline", "bound"),
             "not_testable": (),
         }
         for name in needed[self.kind]:
-            if getattr(self, name) is None:
+            if getattr(self, name) in (None, ()):
                 raise ValueError(f"kind: {self.kind} needs {name}; add it")
 
 
@@ -53,21 +54,45 @@ def read_claims(path) -> dict[str, dict[str, Claim]]:
     return found
 
 
-def judge(interval: Interval, smallest: float, seeds: int) -> Verdict:
+def judge(interval: Interval, smallest: float, seeds: int, *, baseline: float | None = None) -> Verdict:
     """Verdict on "the effect is positive and at least `smallest`".
 
     replicated: the interval is above zero and the estimate reaches the smallest effect that counts. contradicted: the
-    interval excludes an effect of that size. Otherwise inconclusive.
+    interval holds no positive effect that counts, and is not positive either. Otherwise inconclusive; an effect that is
+    surely positive but too small to count is said to be just that. baseline: mean of the share (0 to 1) that is to be
+    improved; where too little room is left above it for an effect that counts, nothing can be concluded here.
     """
     estimate, low, high = interval
     over = "items of one seed; other seeds may differ" if seeds == 1 else f"items and {seeds} seeds"
+    if baseline is not None and 1 - baseline < smallest:
+        return Verdict("not testable here", f"the baseline reaches {baseline:.3f}, which leaves no room for {smallest:g}")
     if low > 0 and estimate >= smallest:
         return Verdict("replicated", f"interval above 0 over {over}")
+    if low > 0:
+        size = (
+            f"but smaller than the {smallest:g} that counts"
+            if high < smallest
+            else f"but perhaps less than the {smallest:g} that counts"
+        )
+        return Verdict("inconclusive", f"positive, {size}, over {over}")
     if high < 0:
         return Verdict("contradicted", f"the effect has the opposite sign over {over}")
     if high < smallest:
         return Verdict("contradicted", f"an effect of {smallest:g} or more is excluded over {over}")
-    return Verdict("inconclusive", f"the interval holds both 0 (or less than {smallest:g}) and effects that count, over {over}")
+    return Verdict("inconclusive", f"the interval holds both 0 and effects that count, over {over}")
+
+
+def judge_reversal(interval: Interval, smallest: float, seeds: int, pair: str, *, ordered: bool) -> Verdict:
+    """Verdict on "some arm with the better SFT score is the worse start for RL".
+
+    interval: RL gain of the pair's other arm, corrected for the number of pairs; ordered: whether the SFT scores of the
+    pair differ beyond noise. What was not seen among these arms may happen among others, so it is never contradicted.
+    """
+    over = "items of one seed; other seeds may differ" if seeds == 1 else f"items and {seeds} seeds"
+    if ordered and interval.low > 0 and interval.estimate >= smallest:
+        return Verdict("replicated", f"{pair}: both differences beyond noise over {over}")
+    lacking = "its difference after RL" if ordered else "its difference in SFT score"
+    return Verdict("inconclusive", f"no pair is reversed beyond noise; nearest is {pair}, {lacking} is not, over {over}")
 
 
 def judge_bound(interval: Interval, bound: float, seeds: int) -> Verdict:

@@ -13,7 +13,6 @@ from typing import Any
 from posttrain.core import cli, manifest
 from posttrain.core.config import key
 from posttrain.core.errors import UserError
-from posttrain.core.stats import small_sample_factor
 from posttrain.report.artifacts import BASE, GRID, INK, MUTED, PAPER, Artifacts, ReportConfig, interval, reachable
 from posttrain.report.claims import Config as ClaimsConfig
 from posttrain.report.ledger import COLUMNS, VERDICTS, Claim, read_claims
@@ -30,7 +29,7 @@ PLOTS = {
 THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)", PAPER: "var(--paper)"}
 SCALES = {  # what the estimate of a kind of claim is, and where "no effect" lies
     "difference": ("Difference in {metric} between two arms", 0.0),
-    "rank": ("Rank reversal: minus Kendall's tau between SFT score and {metric} after RL", 0.0),
+    "reversal": ("Reversed pair: {metric} after RL, other arm minus the arm with the better SFT score", 0.0),
     "overhead": ("Cost: {metric}", 1.0),
     "not_testable": ("Not testable in this tier", 0.0),
 }
@@ -360,7 +359,6 @@ def main(job: Config) -> None:
         cost=costs(found),
         inexact={f"{one.stage}/{one.method}": one.not_deterministic for one in manifests if one.not_deterministic},
         resamples=ClaimsConfig.model_fields["resamples"].default,
-        factor=number(small_sample_factor(len(job.seeds)), 2),
     )
     manifest.write_atomically(job.output, text)
 
