@@ -121,7 +121,7 @@ def dry_run_time() -> list[dict]:
 
 
 def pear_time() -> dict:
-    """(e) a PEAR step over a plain SFT step (medians of the overhead job)."""
+    """(e) a PEAR step over a plain SFT step (of the overhead job)."""
     found = manifest.read(RESULTS / "sft/overhead/addition/seed0/manifest.json").metrics
     worst = max(value.value for value in found.values())
     measured = ", ".join(f"{name.removeprefix('ratio/pear_')} {value.value:.3f}x" for name, value in sorted(found.items()))

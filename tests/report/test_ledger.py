@@ -172,10 +172,42 @@ def rewrite(where: Path, change) -> None:
 
 
 def test_items_are_paired_by_id_not_by_position(results):
-    before = ledger(results)["gain"]
-    for seed in (0, 1, 2):
-        rewrite(results / f"evaluate/reasoning/task-rl_sft/seed{seed}", lambda rows: rows[::-1])
-    assert ledger(results)["gain"] == before
+    """With one seed the interval depends on the pairing (over seeds only the means count)."""
+    before = ledger(results, seeds=(0,))["gain"]
+    rewrite(results / "evaluate/reasoning/task-rl_better/seed0", lambda rows: rows[::-1])
+    rewrite(results / "evaluate/reasoning/task-rl_sft/seed0", lambda rows: rows[5:] + rows[:5])
+    after = ledger(results, seeds=(0,))["gain"]
+    exact = [
+        {row["id"]: row["correct"] / 16 for row in tables.read(results / f"evaluate/reasoning/task-{name}/seed0/items.parquet")}
+        for name in ("rl_better", "rl_sft")
+    ]
+    spread = np.std([exact[0][i] - exact[1][i] for i in exact[0]]) * 1.96 / np.sqrt(80)
+    for row in (before, after):
+        assert float(row["ci_high"]) - float(row["estimate"]) == pytest.approx(spread, rel=0.15)
+
+
+def test_pairing_lowers_the_width_that_it_should(results):
+    """Arms that rise and fall together item by item: the paired interval is far narrower than an unpaired one."""
+    for name, shift in (("rl_better", 2), ("rl_sft", 0)):
+        where = results / f"evaluate/reasoning/task-{name}/seed0"
+        rewrite(where, lambda rows, shift=shift: [{**row, "correct": int(row["id"]) % 13 + shift} for row in rows])
+    rewrite(results / "evaluate/reasoning/task-rl_sft/seed0", lambda rows: rows[7:] + rows[:7])
+    found = ledger(results, seeds=(0,))["gain"]
+    assert float(found["ci_low"]) == float(found["ci_high"]) == pytest.approx(2 / 16)
+
+
+def test_reversal_is_corrected_for_the_number_of_pairs(results):
+    """Among three arms there are three pairs, so the interval is the one at 1 - 0.05 / 3."""
+    from posttrain.core.stats import bootstrap
+
+    found = ledger(results)["rank"]
+    values = [
+        claims.paired(claims.Results(results), "task", ["rl_better", "rl_sft"], seed, "pass@1") @ np.array([1.0, -1.0])
+        for seed in (0, 1, 2)
+    ]
+    corrected, plain = (bootstrap(values, resamples=500, confidence=c) for c in (1 - 0.05 / 3, 0.95))
+    width = float(found["ci_high"]) - float(found["ci_low"])
+    assert width == pytest.approx(corrected.high - corrected.low, rel=0.02) and width > 1.2 * (plain.high - plain.low)
 
 
 def test_arms_on_different_items_are_refused(results):

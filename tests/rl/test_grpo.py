@@ -206,3 +206,37 @@ def test_trainer_and_sampler_agree_on_log_probabilities_at_another_temperature(w
     ours = token_logprobs(logits, ids[:, 6:], temperature=0.7)
     assert (theirs - ours).abs().max() < 1e-5
     assert (theirs - token_logprobs(logits, ids[:, 6:])).abs().max() > 1e-3
+
+
+def test_a_job_learns_from_training_prompts_alone(world, tmp_path):
+    config = job(world, tmp_path)
+    grpo.main(config)
+    splits = {row["prompt"]: row["split"] for row in tables.read(world.task.parent / "items.parquet")}
+    rows = tables.read(config.folder / "rollouts.parquet")
+    assert {splits[row["prompt"]] for row in rows} == {"train"}
+
+
+def test_recipe_reaches_the_trainer(world, tmp_path):
+    """Each key of the recipe is what the trainer runs with, at values that are not the defaults of either side."""
+    config = job(world, tmp_path, temperature=0.8, epsilon=0.15, iterations=2, loss_type="bnpo", scale_rewards="none", beta=0.04)
+    args = grpo.make_trainer(config, items(world), models.load_tokenizer(world.base), [], []).args
+    found = (args.temperature, args.epsilon, args.num_iterations, args.loss_type, args.scale_rewards, args.beta)
+    assert found == (0.8, 0.15, 2, "bnpo", "none", 0.04)
+    assert (args.num_generations, args.max_completion_length, args.per_device_train_batch_size) == (4, 10, 16)
+
+
+def test_kl_to_start_is_the_divergence_of_the_result_from_the_start(world, tmp_path):
+    """Against the exact KL(result || start) of one-token responses: the sign, the direction and the value."""
+    config, tokenizer = job(world, tmp_path, max_new_tokens=1), models.load_tokenizer(world.base)
+    start, result = models.load(world.base), models.load(world.base)
+    with torch.no_grad():
+        for p in result.parameters():
+            p.mul_(1.5)
+    prompt = tokenizer("12345=")["input_ids"]
+    with torch.inference_mode():
+        logp, logq = (m(torch.tensor([prompt])).logits[0, -1].double().log_softmax(-1) for m in (result, start))
+    exact = (logp.exp() * (logp - logq)).sum().item()
+    other = (logq.exp() * (logq - logp)).sum().item()
+    found = grpo.kl_to_start(result, start, tokenizer, [prompt] * 2000, config)
+    assert found.value == pytest.approx(exact, abs=4 * found.se) and found.value > 0
+    assert abs(found.value - other) > 4 * found.se

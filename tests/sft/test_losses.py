@@ -135,3 +135,36 @@ def test_tail_bucket_has_a_right_gradient():
     assert torch.autograd.gradcheck(
         lambda x: losses.kl_to_stored(x, best.indices, best.values), (logits,), eps=1e-2, atol=1e-2, rtol=1e-2
     )
+
+
+def exact_kl_with_tail(logits, ids, p_head):
+    """float64 KL of (head, one tail bucket) against the same coarse-graining of softmax(logits)."""
+    q = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    soft = q.softmax(-1)
+    rest = torch.ones(len(logits), dtype=torch.bool)
+    rest[ids] = False
+    p_tail = 1 - sum(p_head)
+    value = sum(p * (math.log(p) - soft[i].log()) for i, p in zip(ids, p_head, strict=True))
+    value = value + p_tail * (math.log(p_tail) - soft[rest].sum().log())
+    value.backward()
+    return value.item(), q.grad
+
+
+@pytest.mark.parametrize("peak", [0.0, 5.0, 15.0, 18.0, 40.0])
+def test_tail_keeps_value_and_gradient_when_the_student_is_sharp(peak):
+    """1 - sum(q) in float32 would be 0 here, and its gradient with it."""
+    logits, ids, head = [peak, 0.0, 0.0, -1.0], [0], [0.7]
+    expected, gradient = exact_kl_with_tail(logits, ids, head)
+    live = torch.tensor([logits], requires_grad=True)
+    value = losses.kl_to_stored(live, torch.tensor([ids]), torch.tensor([head]).log())
+    value.sum().backward()
+    assert value.item() == pytest.approx(expected, rel=1e-5)
+    assert torch.allclose(live.grad[0].double(), gradient, atol=1e-6)
+
+
+def test_an_unused_slot_does_not_hide_a_used_token_zero():
+    """Unused slots carry id 0; where token 0 is stored as well, it must not count into the tail."""
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    alone = losses.kl_to_stored(logits, torch.tensor([[0]]), torch.tensor([[math.log(0.6)]]))
+    for ids, logps in (([[0, 0]], [[math.log(0.6), -torch.inf]]), ([[0, 0, 0]], [[math.log(0.6), -torch.inf, -torch.inf]])):
+        assert losses.kl_to_stored(logits, torch.tensor(ids), torch.tensor(logps)).item() == pytest.approx(alone.item(), rel=1e-6)

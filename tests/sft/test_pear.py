@@ -213,3 +213,14 @@ def test_discount_shrinks_early_tokens_in_expectation(policies):
     w = enumerated_weights(theta, logp_beta, "token", gamma=0.8, **WIDE)
     mean = (logp_beta.sum(1).exp()[:, None] * w).sum(0)
     assert mean.tolist() == pytest.approx([0.8 ** (T - 1 - t) for t in range(T)], abs=1e-12)
+
+
+def test_a_document_id_may_come_again_later_in_the_row():
+    values = row([0.1, 0.2, 0.3, 0.4])
+    everything = torch.ones(1, 4, dtype=torch.bool)
+    again, new = (
+        pear.weights(values, torch.zeros_like(values), everything, "token", gamma=1.0, documents=torch.tensor([ids]), **WIDE)[0]
+        for ids in ([0, 1, 0, 0], [0, 1, 2, 2])
+    )
+    assert again.tolist() == new.tolist()
+    assert again[0].tolist() == pytest.approx([1.0, 1.0, math.exp(0.4), 1.0])

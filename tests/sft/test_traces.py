@@ -135,3 +135,13 @@ def test_hub_data_set_with_a_local_fake(world, tmp_path, monkeypatch):
         traces.main(job(world, tmp_path / "bad", fields=fields | {"response": "response_text"}, **options))
     with pytest.raises(UserError, match="needs repo and revision"):
         traces.main(job(world, tmp_path / "none", fields=fields, **(options | {"revision": None})))
+
+
+def test_teacher_is_sampled_at_temperature_one(world, tmp_path, monkeypatch):
+    """Log-probabilities at temperature 1 are those of the sampler only if it sampled at temperature 1, without truncation."""
+    from posttrain.core import generation
+
+    asked, real = [], generation.sample
+    monkeypatch.setattr(generation, "sample", lambda *a, **k: (asked.append(k), real(*a, **k))[1])
+    traces.main(job(world, tmp_path, teacher=world.base, keep_wrong=True))
+    assert len(asked) == 2 and all(one.get("temperature", 1.0) == 1.0 and one["count"] == 1 for one in asked)

@@ -27,14 +27,22 @@ def kl_to_stored(logits: Tensor, top_ids: Tensor, top_logps: Tensor) -> Tensor:
     """
     import torch
 
-    logq = logits.float().log_softmax(-1).gather(-1, top_ids)
+    full = logits.float()
+    total = full.logsumexp(-1)
     logp = top_logps.float()
     used = logp > -torch.inf
+    logq = torch.where(used, full.gather(-1, top_ids) - total[:, None], 0.0)
     p = torch.where(used, logp.exp(), 0.0)
-    head = torch.where(used, p * (torch.where(used, logp, 0.0) - torch.where(used, logq, 0.0)), 0.0).sum(-1)
+    head = (p * (torch.where(used, logp, 0.0) - logq)).sum(-1)
     p_tail = (1.0 - p.sum(-1)).clamp(min=0.0)
-    q_tail = (1.0 - torch.where(used, logq.exp(), 0.0).sum(-1)).clamp(min=1e-9)
-    tail = torch.where(p_tail > 1e-6, p_tail * (p_tail.clamp(min=1e-9).log() - q_tail.log()), 0.0)
+    # The student's tail as the sum of what is not stored: 1 - sum(q) loses all digits, and its gradient, when q is sharp.
+    # amax, because an unused slot carries id 0, which a used one may carry too
+    stored = torch.zeros_like(full).scatter_reduce(-1, top_ids, used.to(full.dtype), "amax").bool()
+    has_tail = (p_tail > 1e-6) & ~stored.all(-1)
+    rest = full.masked_fill(stored, -torch.inf)
+    rest = torch.where(has_tail[:, None], rest, 0.0)  # a row without a tail must not send NaN back from logsumexp(-inf)
+    log_q_tail = torch.where(has_tail, rest.logsumexp(-1) - total, 0.0)
+    tail = torch.where(has_tail, p_tail * (p_tail.clamp(min=1e-9).log() - log_q_tail), 0.0)
     return head + tail
 
 

@@ -1,10 +1,12 @@
 """Cost of PEAR's weights: step time of each level over plain SFT, on the same batches, alternating in one process.
 
-Times differ between runs; the ratio is taken per batch, so that a slow moment of the machine hits both sides.
+Times differ between runs; the ratio is taken per batch, so that a slow moment of the machine hits both sides, and the
+order of the weightings is drawn anew for each batch.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -44,8 +46,8 @@ def main(job: Config) -> None:
         batch = {k: v.to(model.device) for k, v in collate([rows[i] for i in chosen], tokenizer.pad_token_id).items()}
         count = int((batch["labels"][:, 1:] != -100).sum())
         line: dict[str, float] = {}
-        first = repeat % len(WEIGHTINGS)  # rotate the order, so that no arm always runs after the same neighbour
-        for name in WEIGHTINGS[first:] + WEIGHTINGS[:first]:
+        for which in torch.randperm(len(WEIGHTINGS), generator=generator).tolist():
+            name = WEIGHTINGS[which]
             begin = time.perf_counter()
             loss, _ = batch_loss(model, batch, arms[name], count)
             loss.backward()
@@ -60,8 +62,8 @@ def main(job: Config) -> None:
     file = tables.write(table, job.folder / "step_times.parquet")
     metrics = {}
     for name in WEIGHTINGS[1:]:
-        ratios = sorted(line[name] / line["sft"] for line in table)
-        metrics[f"ratio/{name}"] = manifest.Metric(value=ratios[len(ratios) // 2], n=len(ratios))
+        ratios = [math.log(line[name] / line["sft"]) for line in table]  # geometric mean, as in the ledger
+        metrics[f"ratio/{name}"] = manifest.Metric(value=math.exp(sum(ratios) / len(ratios)), n=len(ratios))
     reason = "wall-clock times of training steps"
     manifest.publish(job, metrics, [file], not_deterministic=reason)
 

@@ -44,6 +44,8 @@ def layout(mask: Tensor, documents: Tensor | None = None) -> Layout:
     import torch
 
     b, t = mask.nonzero(as_tuple=True)
+    if documents is not None:  # numbered by where the id changes: an id may come again later in the row
+        documents = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).cumsum(1)
     key = b if documents is None else b * (int(documents.max()) + 1 if documents.numel() else 1) + documents[b, t].long()
     _, row, length = torch.unique(key, return_inverse=True, return_counts=True)
     order = torch.argsort(row, stable=True)

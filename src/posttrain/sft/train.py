@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import key
+from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker, read_history
 from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.sft import losses
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 IGNORE = -100
+STATISTICS = ("weight_mean", "weight_ess", "weight_floor", "weight_cap", "delta_mean")
 
 
 class Config(TrainingConfig):
@@ -103,10 +105,12 @@ def batch_loss(model, batch: dict[str, torch.Tensor], job: Config, count) -> tup
     w, statistics = losses.token_weights(
         job.weighting, target, beta, mask, gamma=job.gamma, block=job.block, clip_delta=job.clip_delta, clip_log=job.clip_log
     )
-    if job.negative_strength:
-        wrong = batch["wrong"][:, None]
-        w = torch.where(wrong, losses.negative_weights(target, beta, mask, job.negative_strength), w)
     w = losses.normalise(w, mask, job.norm)
+    if job.negative_strength:  # after normalising: scaling to mean 1 would turn a negative weight into a positive one
+        negative = losses.negative_weights(target, beta, mask, job.negative_strength)
+        if job.norm == "per_sequence":
+            negative = losses.normalise(negative, mask, job.norm)
+        w = torch.where(batch["wrong"][:, None], negative, w)
     if job.loss == "nll":
         per_token = -logp
     else:
@@ -121,15 +125,28 @@ def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callb
 
     class WeightedTrainer(Trainer):
         loss_is_scaled_for_ga = True  # batch_loss divides by the count over the whole accumulated global batch
-        statistics: dict[str, float] | None = None
+        statistics: list[dict[str, float]]  # of the micro-batches since the last log line
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             count = job.batch_size if job.norm == "per_sequence" else num_items_in_batch
-            loss, self.statistics = batch_loss(model, inputs, job, count)
+            loss, statistics = batch_loss(model, inputs, job, count)
+            self.statistics.append(statistics)
             return loss * self.accelerator.num_processes  # the processes' gradients are averaged
 
         def log(self, logs, start_time=None):
-            super().log({**logs, **(self.statistics or {})} if "loss" in logs else logs, start_time)
+            if "loss" in logs and job.weighting != "sft":
+                logs = {**logs, **self.mean_statistics()}
+            super().log(logs, start_time)
+
+        def mean_statistics(self) -> dict[str, float]:
+            """Mean over micro-batches and processes; the ESS so is that of a micro-batch, not of the whole batch."""
+            import torch
+
+            seen, self.statistics = [one for one in self.statistics if one], []
+            sums = [sum(one.get(name, 0.0) for one in seen) for name in STATISTICS]
+            total = self.accelerator.reduce(torch.tensor([*sums, len(seen)], device=self.args.device), reduction="sum").tolist()
+            present = STATISTICS if job.weighting.startswith("pear_") else STATISTICS[:2]
+            return {name: value / total[-1] for name, value in zip(present, total, strict=False)} if total[-1] else {}
 
     trainer = WeightedTrainer(
         model=model,
@@ -138,6 +155,7 @@ def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callb
         data_collator=lambda rows: collate(rows, pad),
         callbacks=callbacks,
     )
+    trainer.statistics = []
     if not trainer.model_accepts_loss_kwargs:
         trainer.model_accepts_loss_kwargs = True  # so that the Trainer counts the labels of the whole global batch
     return trainer
@@ -183,6 +201,18 @@ def add_frozen(model, data: list[dict[str, Any]], pad: int) -> None:
         row["logp_frozen"] = logp
 
 
+def drift(start: Path, end: Path) -> float:
+    """Relative parameter drift ||theta_end - theta_start|| / ||theta_start|| (L2 over all tensors), from two model folders."""
+    from safetensors.torch import load_file
+
+    def tensors(folder: Path) -> dict[str, torch.Tensor]:
+        return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+    before, after = tensors(start), tensors(end)
+    moved = sum((after[name].double() - value.double()).square().sum().item() for name, value in before.items())
+    return (moved / sum(value.double().square().sum().item() for value in before.values())) ** 0.5
+
+
 def main(job: Config) -> None:
     determinism.setup(job.seed)
     manifest.read(job.traces)
@@ -192,9 +222,12 @@ def main(job: Config) -> None:
     file = job.traces.parent / "traces.parquet"
     stored = tables.read(file)
     check(stored, file)
-    data = {split: [example(row, job.max_length) for row in stored if row["split"] == split] for split in ("train", "validation")}
-    if not job.negative_strength:
-        data["train"] = [row for row in data["train"] if not row["wrong"]]
+    wanted = {"train": [row for row in stored if row["split"] == "train" and (row["correct"] or job.negative_strength)]}
+    wanted["validation"] = [row for row in stored if row["split"] == "validation" and row["correct"]]
+    for split, rows in wanted.items():
+        if not rows:
+            raise UserError(f"{file} has no correct trace in split {split}; check the sizes and the teacher of its job.")
+    data = {split: [example(row, job.max_length) for row in rows] for split, rows in wanted.items()}
     pad = tokenizer.pad_token_id
     if job.ratio_model == "frozen_base":
         add_frozen(models.place(model), data["train"], pad)
@@ -209,8 +242,9 @@ def main(job: Config) -> None:
         "validation/nll": manifest.Metric(value=sum(r["nll"] for r in rows) / sum(r["tokens"] for r in rows), n=len(rows)),
         "validation/nll_per_trace": manifest.metric([row["nll"] for row in rows]),
         "grad_norm/mean": sum(line["grad_norm"] for line in history) / len(history),
+        "drift": drift(models.model_folder(job.start), job.folder / "model"),
     }
-    for name in ("weight_mean", "weight_ess", "weight_floor", "weight_cap", "delta_mean"):
+    for name in STATISTICS:
         values = [line[name] for line in history if name in line]
         if values:
             metrics[f"weights/{name.removeprefix('weight_')}"] = sum(values) / len(values)
