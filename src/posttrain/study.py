@@ -234,7 +234,10 @@ class Study:
     def settings_text(self, stage: str, method: str, values: Iterable[str]) -> str:
         """The projection of the configuration to what may change the result, as canonical JSON."""
         job = self.config(stage, method, values, seed=0, inputs={}, placeholder=True)
-        return configs.canonical({name: value for name, value in configs.settings(job).items() if name != "seed"})
+        found = {name: value for name, value in configs.settings(job).items() if name != "seed"}
+        if name := found.get("deepspeed"):  # the file's content, not only its name
+            found["deepspeed"] = configs.read_yaml(self.folder.parent / "deepspeed" / f"{name}.json")
+        return configs.canonical(found)
 
     def runtime_flags(self, stage: str, method: str, values: Iterable[str]) -> str:
         """Logging, workers, time limit: on the command line, but not a reason to run again."""

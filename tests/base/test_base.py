@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -116,3 +117,61 @@ def test_packaged_smollm2_is_a_working_model(tmp_path, monkeypatch):
         assert tokenizer.decode(model(**ids).logits[0, -1].argmax()).strip() == "Rome"
     found = manifest.read(job.output)
     assert found.card["licence"] == "Apache-2.0" and "model/model.safetensors" in found.artifacts
+
+
+def stopping(world, tmp_path, **options):
+    path = tmp_path / "base/scratch/m/seed0/manifest.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shape = Shape(hidden=32, layers=1, heads=2, intermediate=64, context=64)
+    defaults = {
+        "shape": shape,
+        "length": 32,
+        "steps": 12,
+        "batch_size": 4,
+        "stop_every": 3,
+        "stop_items": 20,
+        "max_new_tokens": 10,
+    }
+    return scratch.Config(output=path, mix=world.mix, tokenizer=world.tokenizer, **(defaults | options))
+
+
+def test_training_stops_at_the_first_look_that_shows_the_skill(world, tmp_path, monkeypatch):
+    looks = iter([0.1, 0.4, 0.62, 0.9])
+    monkeypatch.setattr(scratch, "skill", lambda *_: next(looks))
+    job = stopping(world, tmp_path, stop_skill=0.6, task=world.task)
+    scratch.main(job)
+    found = manifest.read(job.output).metrics
+    assert (found["steps"].value, found["skill_at_stop"].value) == (9, 0.62)
+
+
+def test_a_base_that_never_learns_is_an_error_with_a_remedy(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "skill", lambda *_: 0.1)
+    job = stopping(world, tmp_path, stop_skill=0.6, task=world.task)
+    with pytest.raises(UserError, match=r"did not reach stop_skill 0\.6 within 12 steps; raise steps"):
+        scratch.main(job)
+    assert not job.output.exists()
+    with pytest.raises(ValueError, match="stop_skill and task belong together"):
+        stopping(world, tmp_path, stop_skill=0.6)
+
+
+def test_looking_at_the_skill_changes_nothing_of_the_training(world, tmp_path):
+    def weights(name, **options):
+        job = stopping(world, tmp_path / name, **options)
+        with contextlib.suppress(UserError):  # the watched one never reaches a skill of 1
+            scratch.main(job)
+        return [json.loads(line)["loss"] for line in (job.folder / "history.jsonl").read_text().splitlines()]
+
+    assert weights("plain") == weights("watched", stop_skill=1.0, task=world.task)
+
+
+def test_skill_is_the_share_of_right_answers_on_validation_items(world, tmp_path, monkeypatch):
+    """Responses are replaced: every third validation item is answered rightly."""
+    from posttrain.core import tables
+    from posttrain.core.generation import Sample
+
+    items = tables.read(world.task.parent / "items.parquet", None, [("split", "=", "validation")])[:30]
+    answers = [[Sample([2], f"a#{item['answer'] if i % 3 == 0 else 'x'}", True)] for i, item in enumerate(items)]
+    monkeypatch.setattr(scratch, "sample", lambda *_, **__: answers)
+    job = stopping(world, tmp_path, stop_skill=0.6, task=world.task)
+    model, tokenizer = models.load(world.base), models.load_tokenizer(world.base)
+    assert scratch.skill(model, tokenizer, items, job, "hash") == pytest.approx(1 / 3)

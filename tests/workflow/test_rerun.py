@@ -90,6 +90,20 @@ def test_edit(project, name):
     assert project.planned() == set() if name == "losses.py" else True
 
 
+def test_the_content_of_a_deepspeed_file_counts(project):
+    """Its name alone would hide an edit: the settings that trigger a rerun hold what the file says."""
+    from posttrain.study import Study
+
+    def settings() -> str:
+        return Study({"tier": "test"}, folder=project.folder / "configs").settings_text("sft", "train", ("two_style", "sft"))
+
+    with project.edited("configs/test/sft.yaml", "{steps: 12,", "{deepspeed: zero2, steps: 12,"):
+        before = settings()
+        with project.edited("configs/deepspeed/zero2.json", '"stage": 2', '"stage": 1'):
+            assert settings() != before
+        assert settings() == before
+
+
 def test_a_git_commit_reruns_nothing(project):
     def git(*words):
         subprocess.run(

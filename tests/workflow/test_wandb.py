@@ -83,6 +83,7 @@ def test_run_id_follows_from_identity_and_settings():
         return Config(**({"output": "results/t/sft/train/a-b/seed0/manifest.json", "start": "s", "traces": "t"} | changed))
 
     one = tracking.run_id(job())
+    assert one != tracking.run_id(job(output="results/other/sft/train/a-b/seed0/manifest.json"))  # another tier
     assert one == tracking.run_id(job(log_every=7, start="elsewhere")) and one.isalnum()
     assert one != tracking.run_id(job(gamma=0.5)) != tracking.run_id(job(output="results/t/sft/train/a-c/seed0/manifest.json"))
 

@@ -6,16 +6,30 @@ from pathlib import Path
 
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import key
+from posttrain.core.errors import UserError
+from posttrain.core.generation import sample
 from posttrain.core.tracking import Tracker
 from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
-from posttrain.data import packing
+from posttrain.data import chat, packing, verify
 
 
 class Config(TrainingConfig):
     shape: models.Shape = key(models.Shape(), help="size of the decoder")
     length: int = key(256, help="tokens per packed row", gt=1)
+    stop_skill: float | None = key(
+        None, help="stop at the first pass@1 of this height on the task's validation items; null: train all steps", gt=0, le=1
+    )
+    stop_every: int = key(10, help="steps between looks at that skill", gt=0)
+    stop_items: int = key(128, help="validation items for that look", gt=1)
+    max_new_tokens: int = key(48, help="longest response for that look", gt=0)
     mix: Path = key(help="token mix manifest", role="input")
     tokenizer: Path = key(help="tokenizer manifest", role="input")
+    task: Path | None = key(None, help="task manifest, for stop_skill", role="input")
+
+    def model_post_init(self, context) -> None:
+        super().model_post_init(context)
+        if (self.stop_skill is None) != (self.task is None):
+            raise ValueError("stop_skill and task belong together; give both or neither")
 
 
 def rows(mix: Path, split: str, length: int, pad: int) -> list[dict]:
@@ -50,6 +64,43 @@ def held_out_loss(model, data: list[dict], batch: int = 32) -> tuple[float, int]
     return total / count, count
 
 
+def skill(model, tokenizer, items: list[dict], job: Config, style: verify.AnswerStyle) -> float:
+    """pass@1 over the items, one sample each at temperature 1. Leaves torch's random state and the mode as they were."""
+    import torch
+
+    state, training = torch.random.get_rng_state(), model.training
+    prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in items]
+    drawn = sample(
+        model, tokenizer, prompts, count=1, max_new_tokens=job.max_new_tokens, seed=determinism.derive(job.seed, "skill")
+    )
+    torch.random.set_rng_state(state)
+    model.train(training)
+    return sum(verify.correct(one.text, item["answer"], style) for item, (one,) in zip(items, drawn, strict=True)) / len(items)
+
+
+def stop_at_skill(model, tokenizer, job: Config):
+    """A callback that ends training once the skill is reached, and remembers it as `.reached`.
+
+    Skill comes suddenly and at another step for each seed, so a fixed number of steps gives a base at chance or at its
+    ceiling; a comparison that needs a partially skilled base needs this.
+    """
+    from transformers import TrainerCallback
+
+    items = tables.read(job.task.parent / "items.parquet", ["prompt", "answer"], [("split", "=", "validation")])[: job.stop_items]
+    style = manifest.read(job.task).card["answer_style"]
+
+    class StopAtSkill(TrainerCallback):
+        reached: float | None = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step % job.stop_every == 0:
+                found = skill(model, tokenizer, items, job, style)
+                if found >= job.stop_skill:
+                    self.reached, control.should_training_stop = found, True
+
+    return StopAtSkill()
+
+
 def main(job: Config) -> None:
     determinism.setup(job.seed)
     from transformers import Trainer, TrainingArguments
@@ -67,9 +118,19 @@ def main(job: Config) -> None:
         train_dataset=rows(job.mix, "train", job.length, tokenizer.pad_token_id),
         callbacks=[callback],
     )
+    watch = stop_at_skill(model, tokenizer, job) if job.task else None
+    if watch:
+        trainer.add_callback(watch)
     train(trainer, job, tracker, callback)
+    if watch and watch.reached is None:
+        raise UserError(
+            f"the base of {job.output} did not reach stop_skill {job.stop_skill} within {job.steps} steps; raise steps or "
+            "learning_rate, or lower stop_skill."
+        )
     loss, count = held_out_loss(model, rows(job.mix, "validation", job.length, tokenizer.pad_token_id))
     metrics = {"validation/loss": manifest.Metric(value=loss, n=count), "parameters": model.num_parameters()}
+    if watch:
+        metrics |= {"skill_at_stop": manifest.Metric(value=watch.reached, n=job.stop_items), "steps": trainer.state.global_step}
     files = save_trained(trainer, tokenizer, job)
     tracker.finish({"validation/loss": loss})
     manifest.publish(job, metrics, [*files, tracker.path])

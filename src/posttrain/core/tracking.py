@@ -46,7 +46,13 @@ def check_key(value: str) -> None:
 def run_id(job: JobConfig) -> str:
     """Letters, digits and dashes only; the same for every attempt at the same job."""
     epoch = os.environ.get("POSTTRAIN_WANDB_EPOCH", "0")  # a deleted run id cannot be used again: raise this
-    return configs.digest(["/".join(map(str, identity(job.output))), configs.settings(job), epoch])[:16]
+    parts = [tier_of(job), *identity(job.output)]
+    return configs.digest(["/".join(map(str, parts)), configs.settings(job), epoch])[:16]
+
+
+def tier_of(job: JobConfig) -> str:
+    """`tiny` of results/tiny/<stage>/...; empty for an output outside such a folder."""
+    return job.output.parts[-6] if len(job.output.parts) > 5 else ""
 
 
 class Tracker:
@@ -63,7 +69,7 @@ class Tracker:
         import wandb
 
         stage, method, variant, seed = identity(job.output)
-        tier = job.output.parts[-6] if len(job.output.parts) > 5 else ""
+        tier = tier_of(job)
         self.run = wandb.init(
             project=os.environ.get("POSTTRAIN_WANDB_PROJECT", "posttrain"),
             entity=os.environ.get("POSTTRAIN_WANDB_ENTITY") or None,

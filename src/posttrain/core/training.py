@@ -107,6 +107,8 @@ def job_digest(job: JobConfig) -> str:
     if module == "__main__":
         module = sys.modules["__main__"].__spec__.name
     parts = [configs.settings(job), manifest.input_digests(paths), code_digest(module)]
+    if deepspeed := deepspeed_path(getattr(job, "deepspeed", None)):
+        parts.append(manifest.sha256(Path(deepspeed)))
     return configs.digest(parts)[:12]
 
 
@@ -149,6 +151,18 @@ def newest_complete(folder: Path) -> Path | None:
     return None
 
 
+def any_rank(mine: bool) -> bool:
+    """Whether it holds on any process: clocks differ, and a process that stops alone leaves the others waiting."""
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return mine
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    flag = torch.tensor(float(mine), device=device)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+    return bool(flag.item())
+
+
 def make_callback(job: TrainingConfig, tracker: Tracker) -> Any:
     """The TrainerCallback that seals checkpoints, logs, stops on a time limit and on a loss that is not finite."""
     from transformers import TrainerCallback
@@ -170,7 +184,7 @@ def make_callback(job: TrainingConfig, tracker: Tracker) -> Any:
                 tracker.log(state.global_step, {k: v for k, v in values.items() if "time" not in k and "per_second" not in k})
 
         def on_step_end(self, args, state, control, **kwargs):
-            if job.max_minutes and time.time() - started > job.max_minutes * 60 and state.global_step < state.max_steps:
+            if job.max_minutes and state.global_step < state.max_steps and any_rank(time.time() - started > job.max_minutes * 60):
                 self.out_of_time = control.should_save = control.should_training_stop = True
 
         def on_save(self, args, state, control, **kwargs):
