@@ -185,7 +185,7 @@ def arm_table(data: Artifacts, task: str) -> dict[str, Any]:
         sft, rl = f"sft/train/{task}-{start}", f"rl/grpo/{task}-{start}"
         cells = [metric(sft, "validation/nll_per_trace")]
         cells += [bounded(data.passes(task, name, k)) for k in sorted(ks) for name in data.checkpoints(start)]
-        cells += [metric(rl, "kl_to_start"), metric(rl, "mean/frac_reward_zero_std")]
+        cells += [metric(rl, name) for name in ("mean/reward", "kl_to_start", "mean/frac_reward_zero_std")]
         cells += [metric(sft, "weights/mean"), metric(sft, "weights/ess")]
         rows.append({"start": start, "colour": data.colour(start), "cells": cells})
     return {"ks": sorted(ks), "rows": rows}
