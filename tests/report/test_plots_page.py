@@ -25,6 +25,7 @@ CLAIMS = """
 pear:
   gain: {statement: s, paper_value: up <b>, source: q, kind: difference, task: near, arm: rl_pear_token, baseline: rl_sft, smallest_effect: 0.05, scope: z}
   loss: {statement: s, paper_value: p, source: q, kind: difference, task: near, arm: rl_sft, baseline: rl_pear_token, smallest_effect: 0.05, scope: z}
+  lesser: {statement: s, paper_value: p, source: q, kind: difference, task: near, arm: rl_sft, baseline: rl_pear_token, smallest_effect: 0.05, control: true, scope: z}
   rank: {statement: s, paper_value: p, source: q, kind: reversal, task: far, score: likelihood, arms: [sft, pear_token, pear_sequence], smallest_effect: 0.05, scope: z}
   cost: {statement: s, paper_value: p, source: q, kind: overhead, task: near, arm: pear_token, baseline: sft, metric: step time ratio, bound: 1.05, scope: z}
   big: {statement: s, paper_value: p, source: q, kind: not_testable, scope: needs a cluster}
@@ -181,6 +182,15 @@ def test_page_shows_every_row_of_the_ledger(world, drawn):
     for verdict in VERDICTS:
         assert drawn[1].count(f">{verdict}</span>") == sum(row["verdict"] == verdict for row in rows)
     assert drawn[1].count('role="img" aria-label="') == sum(bool(row["estimate"]) for row in rows) + len(TASKS) * len(page.PLOTS)
+
+
+def test_controls_stand_apart_and_are_not_counted(world, drawn):
+    with open(world.root / "claims.csv") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["claim"] != "lesser"]
+    assert "Controls, not claims of the paper: difference in pass@1" in drawn[1]
+    assert f"Of {len(rows)} claims" in drawn[1]
+    for verdict in VERDICTS:
+        assert f"<b>{sum(row['verdict'] == verdict for row in rows)}</b>{verdict}</div>" in drawn[1]
 
 
 def test_page_is_escaped_and_loads_nothing(drawn):

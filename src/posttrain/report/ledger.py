@@ -25,6 +25,7 @@ class Claim(Model):
     score: Literal["likelihood", "accuracy"] | None = key(None, help="reversal: SFT-stage score")
     arms: tuple[str, ...] = key((), help="reversal: SFT arms among which a reversed pair is looked for")
     metric: str = key("pass@1", help="what is compared")
+    control: bool = key(False, help="a question of ours about the comparison, not a claim of the paper")
     smallest_effect: float = key(0.0, help="smallest effect that counts", ge=0)
     bound: float | None = key(None, help="overhead: largest ratio that counts as little", gt=1)
     scope: str = key(help="what the measured comparison can and cannot show")

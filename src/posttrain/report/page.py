@@ -90,9 +90,11 @@ def ticks(low: float, high: float) -> list[float]:
     return [round(i * step, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def group(kind: str, metric: str, rows: list[tuple[dict[str, Any], Claim]]) -> dict[str, Any]:
+def group(kind: str, metric: str, control: bool, rows: list[tuple[dict[str, Any], Claim]]) -> dict[str, Any]:
     """Claims on one scale: their intervals share an axis, so that lengths can be compared."""
     title, reference = SCALES[kind]
+    if control:
+        title = f"Controls, not claims of the paper: {title[0].lower()}{title[1:]}"
     measured = [row for row, _ in rows if row["estimate"] is not None]
     ends = [row[name] for row in measured for name in ("ci_low", "ci_high")]
     ends += [claim.bound or claim.smallest_effect for row, claim in rows if row["estimate"] is not None]
@@ -137,8 +139,8 @@ def ledger(rows: list[dict[str, Any]], job: Config) -> list[dict[str, Any]]:
             raise UserError(
                 f"{where} has a row {row['method']}.{row['claim']} that {job.claims} does not state; rebuild {where}."
             )
-        groups.setdefault((claim.kind, claim.metric), []).append((row, claim))
-    return [group(kind, metric, found) for (kind, metric), found in groups.items()]
+        groups.setdefault((claim.kind, claim.metric, claim.control), []).append((row, claim))
+    return [group(*scale, found) for scale, found in groups.items()]
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------
@@ -323,6 +325,8 @@ def main(job: Config) -> None:
 
     data, rows = Artifacts(job), read_ledger(job.root / "claims.csv")
     groups = ledger(rows, job)
+    stated = read_claims(job.claims)
+    rows = [row for row in rows if not stated[row["method"]][row["claim"]].control]  # only claims are counted
     plots = {name: drawings(job.folder / f"{name}.svg", job.tasks) for name in PLOTS}
     models = pretrained(data)
     found = reachable(data, ends(data, models))
