@@ -27,7 +27,7 @@ def test_torchrun_on_one_node():
 
 
 def test_srun_geometry():
-    found = launch.command("m.n", [], nodes=3, gpus=2, threads=8, job_id="41234")
+    found = launch.command("m.n", [], nodes=3, gpus=6, threads=8, job_id="41234")
     assert found[:6] == ["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--gpus-per-node=2"]
     assert found[6:8] == ["bash", "-c"] and len(found) == 9
     without = " ".join(launch.command("m.n", [], nodes=2, gpus=0, threads=8))
@@ -36,7 +36,7 @@ def test_srun_geometry():
 
 def test_rendezvous_port_is_the_jobs_own_and_valid():
     def port(job_id):
-        script = launch.command("m", [], nodes=2, gpus=1, job_id=job_id)[-1]
+        script = launch.command("m", [], nodes=2, gpus=2, job_id=job_id)[-1]
         return int(script.partition("--rdzv-endpoint=$head:")[2].split()[0])
 
     assert port("1") != port("2") and port("7") == port("7")
@@ -48,7 +48,7 @@ def test_script_on_a_node_keeps_every_word(tmp_path):
     for name, body in (("scontrol", 'echo "$3-1"; echo "$3-2"'), ("python", 'for word in "$@"; do printf "%s\\n" "$word"; done')):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    words = launch.command("m.n", FLAGS, nodes=2, gpus=4, threads=8, job_id="77")
+    words = launch.command("m.n", FLAGS, nodes=2, gpus=8, threads=8, job_id="77")
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu"}
     shown = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == [
@@ -63,6 +63,30 @@ def test_impossible_geometry(nodes, gpus):
         launch.command("m", [], nodes=nodes, gpus=gpus)
 
 
+def test_cards_must_divide_evenly():
+    with pytest.raises(ValueError, match="3 is not a multiple of 2"):
+        launch.command("m", [], nodes=2, gpus=3)
+    with pytest.raises(SystemExit, match="error: nodes=2, gpus=3"):
+        launch.main(["--nodes", "2", "--gpus", "3", "--", "m"])
+
+
+@pytest.mark.parametrize(("minutes", "limit"), [(1, 0.75), (10, 9), (60, 54), (150, 135), (1440, 1425)])
+def test_time_limit_leaves_room_to_save(minutes, limit):
+    assert launch.time_limit(minutes) == limit
+
+
+@pytest.mark.parametrize("slurm", [True, False])
+def test_only_slurm_ends_jobs(monkeypatch, slurm):
+    seen = {}
+    for name in ("SLURM_JOB_ID", "POSTTRAIN_MAX_MINUTES", "POSTTRAIN_WARM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ) | ({"SLURM_JOB_ID": "5"} if slurm else {}))
+    monkeypatch.setattr(os, "execvp", lambda name, words: seen.update(os.environ))
+    launch.main(["--threads", "2", "--minutes", "20", "--", "m"])
+    assert seen.get("POSTTRAIN_MAX_MINUTES") == ("18.0" if slurm else None)
+    assert seen["OMP_NUM_THREADS"] == "2"
+
+
 @pytest.mark.parametrize(
     ("threads", "gpus", "share"), [(2, 0, "2"), (8, 1, "8"), (8, 4, "2"), (3, 4, "1"), (0, 0, "1"), (7, 2, "3")]
 )
@@ -74,7 +98,7 @@ def test_threads_per_process_never_exceed_the_allocation(threads, gpus, share):
 
 def test_parse():
     values, rest = launch.parse(["--nodes", "2", "--threads", "4", "--", "m.n", "--gpus", "x", "--", "y"])
-    assert values == {"nodes": 2, "gpus": 0, "threads": 4} and rest == ["m.n", "--gpus", "x", "--", "y"]
+    assert values == {"nodes": 2, "gpus": 0, "threads": 4, "minutes": 0} and rest == ["m.n", "--gpus", "x", "--", "y"]
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,38 @@ def test_an_old_manifest_is_not_a_result_of_the_copy_that_ran(job):
     assert not locking.finished(job)
 
 
-def test_other_ranks_pass_through(job, monkeypatch):
+def test_other_ranks_wait_for_rank_0_of_their_own_run(job, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "old")
     with locking.exclusive(job):
-        monkeypatch.setenv("RANK", "1")
+        pass
+    followed = []
+
+    def follow():
         with locking.exclusive(job) as waited:
-            assert waited is False
+            followed.append(waited)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "new")
+    monkeypatch.setenv("RANK", "1")
+    other = threading.Thread(target=follow)
+    other.start()
+    other.join(0.6)
+    assert other.is_alive() and not followed  # the file still names the older run
+    monkeypatch.setenv("RANK", "0")
+    with locking.exclusive(job):
+        other.join(10)
+        assert followed == [False]
+
+
+def test_other_ranks_learn_that_rank_0_waited(job, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
+    (job.folder / locking.NAME).write_text('{"run": "r", "waited": true}')
+    monkeypatch.setenv("RANK", "1")
+    with locking.exclusive(job) as waited:
+        assert waited is True
+
+
+def test_a_rank_without_torchrun_passes_through(job, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    with locking.exclusive(job) as waited:
+        assert waited is False

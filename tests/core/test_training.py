@@ -188,9 +188,11 @@ def test_transformers_takes_them(output):
 
 def test_deepspeed_file(output, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(training, "start_deepspeed", lambda: started.append(1))
     (tmp_path / "configs" / "deepspeed").mkdir(parents=True)
     (tmp_path / "configs" / "deepspeed" / "zero2.json").write_text("{}")
-    assert arguments(job(output, deepspeed="zero2"))["deepspeed"] == "configs/deepspeed/zero2.json"
+    assert arguments(job(output, deepspeed="zero2"))["deepspeed"] == "configs/deepspeed/zero2.json" and started
     with pytest.raises(UserError, match=r"deepspeed = 'zero9': configs/deepspeed/zero9\.json does not exist"):
         arguments(job(output, deepspeed="zero9"))
 
@@ -289,7 +291,7 @@ def test_train_starts_at_the_beginning_without_a_checkpoint(output):
 
 def test_train_says_how_far_it_came(output):
     one = job(output, max_minutes=3, steps=50)
-    with pytest.raises(TimeLimitReached, match=r"stopped after 3\.0 minutes at step 7 of 50\."):
+    with pytest.raises(TimeLimitReached, match=r"stopped after 3 minutes at step 7 of 50\."):
         training.train(Trainer(7), one, Tracker(one), SimpleNamespace(out_of_time=True))
 
 

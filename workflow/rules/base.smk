@@ -14,11 +14,7 @@ rule base_scratch:
         "../../envs/posttrain.yaml"
     threads: study.resources("base", "scratch").threads
     resources:
-        nodes=study.resources("base", "scratch").nodes,
-        gpu=study.resources("base", "scratch").gpus,
-        mem_mb=mem_mb("base", "scratch"),
-        runtime=runtime("base", "scratch"),
-        flags=runtime_of("base", "scratch"),
+        **allocation("base", "scratch"),
     params:
         flags=flags_of("base", "scratch"),
         settings=settings_of("base", "scratch"),
@@ -42,11 +38,7 @@ rule base_packaged:
         "../../envs/posttrain.yaml"
     threads: study.resources("base", "packaged").threads
     resources:
-        nodes=study.resources("base", "packaged").nodes,
-        gpu=study.resources("base", "packaged").gpus,
-        mem_mb=mem_mb("base", "packaged"),
-        runtime=runtime("base", "packaged"),
-        flags=runtime_of("base", "packaged"),
+        **allocation("base", "packaged"),
     params:
         flags=flags_of("base", "packaged"),
         settings=settings_of("base", "packaged"),
@@ -70,11 +62,7 @@ rule base_hub:
         "../../envs/posttrain.yaml"
     threads: study.resources("base", "hub").threads
     resources:
-        nodes=study.resources("base", "hub").nodes,
-        gpu=study.resources("base", "hub").gpus,
-        mem_mb=mem_mb("base", "hub"),
-        runtime=runtime("base", "hub"),
-        flags=runtime_of("base", "hub"),
+        **allocation("base", "hub"),
     params:
         flags=flags_of("base", "hub"),
         settings=settings_of("base", "hub"),

@@ -49,7 +49,7 @@ wildcard_constraints:
 
 def launched(module, arguments="{params.flags} {resources.flags}"):
     """The shell command of a rule: one launcher for a laptop, several cards, several nodes."""
-    launcher = "python -m posttrain.core.launch --nodes {resources.nodes} --gpus {resources.gpu} --threads {threads}"
+    launcher = "python -m posttrain.core.launch --nodes {resources.nodes} --gpus {resources.gpu} --threads {threads} --minutes {resources.runtime}"
     return f"{launcher} -- {module} {arguments} > {{log}} 2>&1"
 
 
@@ -120,27 +120,38 @@ def settings_of(stage, method):
     return text
 
 
-def runtime_of(stage, method):
-    """Logging, workers, time limit: passed as a resource, because parameters would cause reruns."""
+def allocation(stage, method):
+    """Resources of a rule: nodes, cards of all nodes, memory and minutes that grow with each attempt, runtime flags.
 
-    def words(wildcards):
+    On several nodes the job itself calls srun, with one task per node; the executor's names for that are added. A
+    resource `mpi` that is there at all, even empty, would do so for one node as well.
+    """
+    need = study.resources(stage, method)
+
+    def flags(wildcards):
+        """Logging, workers, time limit: passed as a resource, because parameters would cause reruns."""
         return explained(
             study.runtime_flags, stage, method, values_of(stage, method, wildcards)
         )
 
-    return words
-
-
-def mem_mb(stage, method):
-    """Memory grows with each attempt; the profile decides how many there are."""
-    gigabytes = study.resources(stage, method).mem_gb
-    return lambda wildcards, attempt: int(gigabytes * 1024 * 1.5 ** (attempt - 1))
-
-
-def runtime(stage, method):
-    """Minutes; grows with each attempt."""
-    hours = study.resources(stage, method).hours
-    return lambda wildcards, attempt: int(hours * 60 * attempt)
+    common = {
+        "nodes": need.nodes,
+        "gpu": need.nodes * need.gpus,
+        "mem_mb": lambda wildcards, attempt: int(
+            need.mem_gb * 1024 * 1.5 ** (attempt - 1)
+        ),
+        "runtime": lambda wildcards, attempt: max(1, int(need.hours * 60 * attempt)),
+        "flags": flags,
+    }
+    if need.nodes == 1:
+        return common
+    even = f" --gpus-per-node={need.gpus}" if need.gpus else ""
+    return common | {
+        "mpi": "srun",
+        "tasks": need.nodes,
+        "tasks_per_gpu": 0,
+        "slurm_extra": f"--ntasks-per-node=1{even}",
+    }
 
 
 def evaluations(method, only=None):

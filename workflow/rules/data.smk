@@ -14,11 +14,7 @@ rule data_corpus:
         "../../envs/posttrain.yaml"
     threads: study.resources("data", "corpus").threads
     resources:
-        nodes=study.resources("data", "corpus").nodes,
-        gpu=study.resources("data", "corpus").gpus,
-        mem_mb=mem_mb("data", "corpus"),
-        runtime=runtime("data", "corpus"),
-        flags=runtime_of("data", "corpus"),
+        **allocation("data", "corpus"),
     params:
         flags=flags_of("data", "corpus"),
         settings=settings_of("data", "corpus"),
@@ -42,11 +38,7 @@ rule data_tasks:
         "../../envs/posttrain.yaml"
     threads: study.resources("data", "tasks").threads
     resources:
-        nodes=study.resources("data", "tasks").nodes,
-        gpu=study.resources("data", "tasks").gpus,
-        mem_mb=mem_mb("data", "tasks"),
-        runtime=runtime("data", "tasks"),
-        flags=runtime_of("data", "tasks"),
+        **allocation("data", "tasks"),
     params:
         flags=flags_of("data", "tasks"),
         settings=settings_of("data", "tasks"),
@@ -70,11 +62,7 @@ rule data_tokenizer:
         "../../envs/posttrain.yaml"
     threads: study.resources("data", "tokenizer").threads
     resources:
-        nodes=study.resources("data", "tokenizer").nodes,
-        gpu=study.resources("data", "tokenizer").gpus,
-        mem_mb=mem_mb("data", "tokenizer"),
-        runtime=runtime("data", "tokenizer"),
-        flags=runtime_of("data", "tokenizer"),
+        **allocation("data", "tokenizer"),
     params:
         flags=flags_of("data", "tokenizer"),
         settings=settings_of("data", "tokenizer"),
@@ -98,11 +86,7 @@ rule data_mix:
         "../../envs/posttrain.yaml"
     threads: study.resources("data", "mix").threads
     resources:
-        nodes=study.resources("data", "mix").nodes,
-        gpu=study.resources("data", "mix").gpus,
-        mem_mb=mem_mb("data", "mix"),
-        runtime=runtime("data", "mix"),
-        flags=runtime_of("data", "mix"),
+        **allocation("data", "mix"),
     params:
         flags=flags_of("data", "mix"),
         settings=settings_of("data", "mix"),

@@ -15,11 +15,7 @@ rule evaluate_reasoning:
         "../../envs/posttrain.yaml"
     threads: study.resources("evaluate", "reasoning").threads
     resources:
-        nodes=study.resources("evaluate", "reasoning").nodes,
-        gpu=study.resources("evaluate", "reasoning").gpus,
-        mem_mb=mem_mb("evaluate", "reasoning"),
-        runtime=runtime("evaluate", "reasoning"),
-        flags=runtime_of("evaluate", "reasoning"),
+        **allocation("evaluate", "reasoning"),
     params:
         flags=flags_of("evaluate", "reasoning"),
         settings=settings_of("evaluate", "reasoning"),
@@ -44,11 +40,7 @@ rule evaluate_retention:
         "../../envs/posttrain.yaml"
     threads: study.resources("evaluate", "retention").threads
     resources:
-        nodes=study.resources("evaluate", "retention").nodes,
-        gpu=study.resources("evaluate", "retention").gpus,
-        mem_mb=mem_mb("evaluate", "retention"),
-        runtime=runtime("evaluate", "retention"),
-        flags=runtime_of("evaluate", "retention"),
+        **allocation("evaluate", "retention"),
     params:
         flags=flags_of("evaluate", "retention"),
         settings=settings_of("evaluate", "retention"),

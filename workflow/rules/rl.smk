@@ -15,11 +15,7 @@ rule rl_grpo:
         "../../envs/posttrain.yaml"
     threads: study.resources("rl", "grpo").threads
     resources:
-        nodes=study.resources("rl", "grpo").nodes,
-        gpu=study.resources("rl", "grpo").gpus,
-        mem_mb=mem_mb("rl", "grpo"),
-        runtime=runtime("rl", "grpo"),
-        flags=runtime_of("rl", "grpo"),
+        **allocation("rl", "grpo"),
     params:
         flags=flags_of("rl", "grpo"),
         settings=settings_of("rl", "grpo"),

@@ -14,11 +14,7 @@ rule sft_traces:
         "../../envs/posttrain.yaml"
     threads: study.resources("sft", "traces").threads
     resources:
-        nodes=study.resources("sft", "traces").nodes,
-        gpu=study.resources("sft", "traces").gpus,
-        mem_mb=mem_mb("sft", "traces"),
-        runtime=runtime("sft", "traces"),
-        flags=runtime_of("sft", "traces"),
+        **allocation("sft", "traces"),
     params:
         flags=flags_of("sft", "traces"),
         settings=settings_of("sft", "traces"),
@@ -42,11 +38,7 @@ rule sft_train:
         "../../envs/posttrain.yaml"
     threads: study.resources("sft", "train").threads
     resources:
-        nodes=study.resources("sft", "train").nodes,
-        gpu=study.resources("sft", "train").gpus,
-        mem_mb=mem_mb("sft", "train"),
-        runtime=runtime("sft", "train"),
-        flags=runtime_of("sft", "train"),
+        **allocation("sft", "train"),
     params:
         flags=flags_of("sft", "train"),
         settings=settings_of("sft", "train"),
@@ -70,11 +62,7 @@ rule sft_overhead:
         "../../envs/posttrain.yaml"
     threads: study.resources("sft", "overhead").threads
     resources:
-        nodes=study.resources("sft", "overhead").nodes,
-        gpu=study.resources("sft", "overhead").gpus,
-        mem_mb=mem_mb("sft", "overhead"),
-        runtime=runtime("sft", "overhead"),
-        flags=runtime_of("sft", "overhead"),
+        **allocation("sft", "overhead"),
     params:
         flags=flags_of("sft", "overhead"),
         settings=settings_of("sft", "overhead"),

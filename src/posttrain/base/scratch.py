@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.core import cli, determinism, manifest, models, tables
+from posttrain.core import cli, determinism, distributed, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.errors import UserError
 from posttrain.core.generation import sample
@@ -108,13 +108,14 @@ def main(job: Config) -> None:
     manifest.read(job.mix)
     manifest.read(job.tokenizer)
     tokenizer = models.load_tokenizer(job.tokenizer)
+    args = TrainingArguments(**arguments(job))
     model = models.scratch(job.shape, tokenizer)
     model.config.use_cache = False
     tracker = Tracker(job)
     callback = make_callback(job, tracker)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(**arguments(job)),
+        args=args,
         train_dataset=rows(job.mix, "train", job.length, tokenizer.pad_token_id),
         callbacks=[callback],
     )
@@ -127,11 +128,16 @@ def main(job: Config) -> None:
             f"the base of {job.output} did not reach stop_skill {job.stop_skill} within {job.steps} steps; raise steps or "
             "learning_rate, or lower stop_skill."
         )
+    files, steps, first = save_trained(trainer, tokenizer, job), trainer.state.global_step, trainer.is_world_process_zero()
+    del trainer, model
+    distributed.leave()
+    if not first:
+        return
+    model = models.place(models.read(job.folder / "model"))  # what was saved is measured, whole on this process
     loss, count = held_out_loss(model, rows(job.mix, "validation", job.length, tokenizer.pad_token_id))
     metrics = {"validation/loss": manifest.Metric(value=loss, n=count), "parameters": model.num_parameters()}
     if watch:
-        metrics |= {"skill_at_stop": manifest.Metric(value=watch.reached, n=job.stop_items), "steps": trainer.state.global_step}
-    files = save_trained(trainer, tokenizer, job)
+        metrics |= {"skill_at_stop": manifest.Metric(value=watch.reached, n=job.stop_items), "steps": steps}
     tracker.finish({"validation/loss": loss})
     manifest.publish(job, metrics, [*files, tracker.path])
     discard_checkpoints(job)

@@ -1,7 +1,8 @@
 """From a rule's allocation to a process: plain Python, torchrun on one node, or srun + torchrun on several.
 
-``python -m posttrain.core.launch --nodes N --gpus G --threads T -- posttrain.sft.train --flag value ...`` prints the
-command that it runs (it can be pasted into a shell) and becomes it. Standard library only: this costs milliseconds.
+``python -m posttrain.core.launch --nodes N --gpus G --threads T --minutes M -- posttrain.sft.train --flag value ...``
+prints the command that it runs (it can be pasted into a shell) and becomes it. G counts the cards of all nodes together,
+as Snakemake and its SLURM executor do. Standard library only: this costs milliseconds.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 
-USAGE = "usage: python -m posttrain.core.launch --nodes N --gpus G --threads T -- MODULE [FLAG ...]"
+from posttrain.core import slots
+
+USAGE = "usage: python -m posttrain.core.launch --nodes N --gpus G --threads T --minutes M -- MODULE [FLAG ...]"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POSTTRAIN_THREADS", "RAYON_NUM_THREADS")
 
 
@@ -27,17 +31,23 @@ def command(
 ) -> list[str]:
     """The argument vector for one job. Pure.
 
-    nodes: machines. gpus: cards per machine (0 or 1: one process). threads: CPU threads of the whole job on a machine.
+    nodes: machines. gpus: cards of the whole job, the same number on each machine (none, or one on one machine: one
+    process per machine). threads: CPU threads of the job on a machine.
     job_id: SLURM's job id, which makes the rendezvous port of a multi-node job its own.
     On several nodes one `srun` task per node starts one torchrun; the address of the first node is read inside
     the task, because the executor removes SLURM's node variables from the outer environment.
     """
     if nodes < 1 or gpus < 0:
         raise ValueError(f"nodes={nodes}, gpus={gpus}: nodes must be at least 1 and gpus at least 0")
+    if gpus % nodes:
+        raise ValueError(
+            f"nodes={nodes}, gpus={gpus}: each node needs the same number of cards; {gpus} is not a multiple of {nodes}"
+        )
+    cards = gpus // nodes
     if nodes == 1 and gpus <= 1:
         return [python, "-m", module, *arguments]
     run = [python, "-m", "torch.distributed.run"]
-    workers = max(gpus, 1)
+    workers = max(cards, 1)
     if nodes == 1:
         return [*run, "--standalone", f"--nproc-per-node={workers}", "-m", module, *arguments]
     port = 20000 + int(job_id or "0") % 20000
@@ -56,13 +66,21 @@ def command(
         word if word.startswith("--rdzv-endpoint=") else shlex.quote(word) for word in inner
     )
     geometry = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={threads}"]
-    return ["srun", *geometry, *([f"--gpus-per-node={gpus}"] if gpus else []), "bash", "-c", script]
+    return ["srun", *geometry, *([f"--gpus-per-node={cards}"] if cards else []), "bash", "-c", script]
 
 
-def environment(threads: int, gpus: int) -> dict[str, str]:
-    """Thread limits per process: torchrun starts `gpus` processes that share the job's CPUs."""
-    share = str(max(1, threads // max(gpus, 1)))
+def environment(threads: int, workers: int) -> dict[str, str]:
+    """Thread limits per process: torchrun starts `workers` processes on a machine, which share the job's CPUs there."""
+    share = str(max(1, threads // max(workers, 1)))
     return {**dict.fromkeys(THREAD_VARIABLES, share), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def time_limit(minutes: int) -> float:
+    """Minutes after which a trainer saves and stops, before SLURM's limit of `minutes` ends it without a chance to save.
+
+    A tenth is kept for saving and starting, at least 15 seconds, at most 15 minutes.
+    """
+    return minutes - min(15.0, max(0.25, minutes / 10))
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
@@ -71,7 +89,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
         raise SystemExit(USAGE)
     cut = list(arguments).index("--")
     own, rest = list(arguments[:cut]), list(arguments[cut + 1 :])
-    values = {"nodes": 1, "gpus": 0, "threads": 1}
+    values = {"nodes": 1, "gpus": 0, "threads": 1, "minutes": 0}
     if len(own) % 2:
         raise SystemExit(f"error: {own[-1]} has no value; {USAGE}")
     for flag, value in zip(own[::2], own[1::2], strict=True):
@@ -86,10 +104,19 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     values, (module, *flags) = parse(sys.argv[1:] if arguments is None else arguments)
-    words = command(module, flags, **values, python=sys.executable, job_id=os.environ.get("SLURM_JOB_ID"))
-    shown = command(module, flags, **values, job_id=os.environ.get("SLURM_JOB_ID"))
-    os.environ.update(environment(values["threads"], values["gpus"]))
+    minutes, slurm_job = values.pop("minutes"), os.environ.get("SLURM_JOB_ID")
+    try:
+        words = command(module, flags, **values, python=sys.executable, job_id=slurm_job)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    shown = command(module, flags, **values, job_id=slurm_job)
+    os.environ.update(environment(values["threads"], values["gpus"] // values["nodes"]))
+    if slurm_job and minutes:  # elsewhere nobody ends a job
+        os.environ["POSTTRAIN_MAX_MINUTES"] = str(time_limit(minutes))
+        os.environ["POSTTRAIN_STARTED"] = str(time.time())
     print(shlex.join(shown), flush=True)
+    if not slurm_job and (cards := slots.take(values["gpus"])):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
     warm = os.environ.get("POSTTRAIN_WARM")
     if warm and words[1:3] == ["-m", module]:
         from posttrain.core.warm import request

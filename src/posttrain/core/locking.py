@@ -12,21 +12,46 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from posttrain.core.config import JobConfig
 
 NAME = ".lock"
 
 
-def holder() -> dict[str, object]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": os.environ.get("SLURM_JOB_ID")}
+def holder(waited: bool) -> dict[str, object]:
+    """What the lock file says: who works here; `run` is torchrun's id, which all ranks of a job share."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "run": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "waited": waited,
+    }
+
+
+def follow_rank0(path: Path, poll: float = 0.2) -> bool:
+    """On other ranks: wait until rank 0 of the same torchrun holds the folder; returns whether it had to wait for it.
+
+    Without this they would wait in the process group instead, whose patience ends after half an hour.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    while run is not None:
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            found = {}
+        if found.get("run") == run:
+            return bool(found["waited"])
+        time.sleep(poll)
+    return False
 
 
 @contextlib.contextmanager
 def exclusive(job: JobConfig) -> Iterator[bool]:
-    """Hold the job's folder; yields whether another process had to be waited for. Ranks other than 0 pass through."""
+    """Hold the job's folder; yields whether another process had to be waited for. Rank 0 holds it for all ranks."""
     if int(os.environ.get("RANK", "0")) != 0:
-        yield False
+        yield follow_rank0(job.folder / NAME)
         return
     with open(job.folder / NAME, "a+") as stream:
         waited = False
@@ -39,7 +64,7 @@ def exclusive(job: JobConfig) -> Iterator[bool]:
             fcntl.flock(stream, fcntl.LOCK_EX)
         stream.seek(0)
         stream.truncate()
-        stream.write(json.dumps(holder()))
+        stream.write(json.dumps(holder(waited)))
         stream.flush()
         yield waited
 

@@ -69,10 +69,14 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 def load(path: Path, dtype: str = "float32") -> PreTrainedModel:
     """Load the verified model beside a manifest. `dtype`: float32 (trainable default) or bfloat16."""
+    return read(model_folder(path), dtype)
+
+
+def read(folder: Path, dtype: str = "float32") -> PreTrainedModel:
+    """Load a model folder that no manifest vouches for yet."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder = model_folder(path)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
     )

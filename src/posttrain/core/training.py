@@ -19,6 +19,7 @@ from posttrain.core import config as configs
 from posttrain.core import manifest
 from posttrain.core.codes import code_digest
 from posttrain.core.config import JobConfig, key
+from posttrain.core.distributed import start_deepspeed
 from posttrain.core.errors import TimeLimitReached, UserError
 from posttrain.core.tracking import Tracker
 
@@ -41,7 +42,9 @@ class TrainingConfig(JobConfig):
     gradient_checkpointing: bool = key(False, help="recompute activations in the backward pass")
     checkpoint_every: int = key(0, help="optimizer steps between checkpoints; 0: none", role="runtime", ge=0)
     log_every: int = key(1, help="optimizer steps between log lines", role="runtime", gt=0)
-    max_minutes: float | None = key(None, help="save, stop and exit 75 after this long", role="runtime", gt=0)
+    max_minutes: float | None = key(
+        None, help="save, stop and exit 75 after this long; on SLURM the job's own limit holds as well", role="runtime", gt=0
+    )
     workers: int = key(0, help="data-loader processes", role="runtime", ge=0)
 
     def model_post_init(self, _context) -> None:
@@ -61,9 +64,15 @@ def deepspeed_path(name: str | None) -> str | None:
 
 
 def arguments(job: TrainingConfig, **more: Any) -> dict[str, Any]:
-    """Keyword arguments of TrainingArguments (or a TRL config) for this job. Batch size per device is derived here."""
+    """Keyword arguments of TrainingArguments (or a TRL config) for this job. Batch size per device is derived here.
+
+    Build them before the model is loaded: with ZeRO-3 it is then loaded in pieces.
+    """
     import torch
 
+    if job.deepspeed:
+        deepspeed_path(job.deepspeed)
+        start_deepspeed()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     per_step = world * job.accumulation
     if job.batch_size % per_step:
@@ -98,6 +107,13 @@ def arguments(job: TrainingConfig, **more: Any) -> dict[str, Any]:
         "remove_unused_columns": False,
     }
     return {**common, **more}
+
+
+def minutes_allowed(job: TrainingConfig) -> float | None:
+    """The smaller of the job's own limit and the one that the launcher derived from the SLURM job's; None: no limit."""
+    limits = [job.max_minutes, float(os.environ.get("POSTTRAIN_MAX_MINUTES", "inf"))]
+    limit = min(value for value in limits if value is not None)
+    return None if math.isinf(limit) else limit
 
 
 def job_digest(job: JobConfig) -> str:
@@ -168,6 +184,7 @@ def make_callback(job: TrainingConfig, tracker: Tracker) -> Any:
     from transformers import TrainerCallback
 
     started = float(os.environ.get("POSTTRAIN_STARTED", time.time()))
+    limit = minutes_allowed(job)
 
     class JobCallback(TrainerCallback):
         out_of_time = False
@@ -184,7 +201,7 @@ def make_callback(job: TrainingConfig, tracker: Tracker) -> Any:
                 tracker.log(state.global_step, {k: v for k, v in values.items() if "time" not in k and "per_second" not in k})
 
         def on_step_end(self, args, state, control, **kwargs):
-            if job.max_minutes and state.global_step < state.max_steps and any_rank(time.time() - started > job.max_minutes * 60):
+            if limit and state.global_step < state.max_steps and any_rank(time.time() - started > limit * 60):
                 self.out_of_time = control.should_save = control.should_training_stop = True
 
         def on_save(self, args, state, control, **kwargs):
@@ -207,7 +224,9 @@ def train(trainer: Any, job: TrainingConfig, tracker: Tracker, callback: Any) ->
         print(f"resuming from step {start} ({resume})", flush=True)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if callback.out_of_time:
-        raise TimeLimitReached(f"stopped after {job.max_minutes} minutes at step {trainer.state.global_step} of {job.steps}.")
+        raise TimeLimitReached(
+            f"stopped after {minutes_allowed(job):g} minutes at step {trainer.state.global_step} of {job.steps}."
+        )
 
 
 def save_trained(trainer: Any, tokenizer: Any, job: JobConfig) -> list[Path]:

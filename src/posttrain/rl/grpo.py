@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from posttrain.core import cli, determinism, manifest, models, tables
+from posttrain.core import cli, determinism, distributed, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.determinism import derive
 from posttrain.core.tracking import Tracker, read_history
@@ -102,7 +102,13 @@ def main(job: Config) -> None:
     rollouts: list[dict] = []
     trainer = make_trainer(job, items, tokenizer, [callback], rollouts)
     train(trainer, job, tracker, callback)
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    files = save_trained(trainer, tokenizer, job)
+    first = trainer.is_world_process_zero()
+    del trainer
+    distributed.leave()
+    if not first:
+        return
+    model = models.place(models.read(job.folder / "model"))  # what was saved is measured, whole on this process
     history = read_history(tracker.path)
     prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in items[: job.kl_prompts]]
     metrics = {"kl_to_start": kl_to_start(model, models.load(job.start).to(model.device), tokenizer, prompts, job)}
@@ -112,7 +118,6 @@ def main(job: Config) -> None:
         if values:
             metrics[f"mean/{name}"] = sum(values) / len(values)
             metrics[f"last_tenth/{name}"] = sum(values[-last:]) / last
-    files = save_trained(trainer, tokenizer, job)
     if rollouts:
         files.append(tables.write(rollouts[: 4 * job.generations], job.folder / "rollouts.parquet"))
     tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from posttrain.core import cli, determinism, manifest, models, tables
+from posttrain.core import cli, determinism, distributed, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker, read_history
@@ -119,9 +119,16 @@ def batch_loss(model, batch: dict[str, torch.Tensor], job: Config, count) -> tup
     return losses.weighted_loss(per_token, w, mask, count), statistics
 
 
-def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callbacks: list[Any]):
+def make_arguments(job: Config):
+    """TrainingArguments of this job, to be made before its model is loaded."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**arguments(job, dataloader_drop_last=True))
+
+
+def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callbacks: list[Any], args=None):
     """The Transformers Trainer with this loss. Its gradient does not depend on how a global batch is cut."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     class WeightedTrainer(Trainer):
         loss_is_scaled_for_ga = True  # batch_loss divides by the count over the whole accumulated global batch
@@ -150,7 +157,7 @@ def make_trainer(model, job: Config, data: list[dict[str, Any]], pad: int, callb
 
     trainer = WeightedTrainer(
         model=model,
-        args=TrainingArguments(**arguments(job, dataloader_drop_last=True)),
+        args=args or make_arguments(job),
         train_dataset=data,
         data_collator=lambda rows: collate(rows, pad),
         callbacks=callbacks,
@@ -217,8 +224,6 @@ def main(job: Config) -> None:
     determinism.setup(job.seed)
     manifest.read(job.traces)
     tokenizer = models.load_tokenizer(job.start)
-    model = models.load(job.start)
-    model.config.use_cache = False
     file = job.traces.parent / "traces.parquet"
     stored = tables.read(file)
     check(stored, file)
@@ -230,13 +235,23 @@ def main(job: Config) -> None:
     data = {split: [example(row, job.max_length) for row in rows] for split, rows in wanted.items()}
     pad = tokenizer.pad_token_id
     if job.ratio_model == "frozen_base":
-        add_frozen(models.place(model), data["train"], pad)
+        add_frozen(models.place(models.load(job.start)), data["train"], pad)
+    args = make_arguments(job)
+    model = models.load(job.start)
+    model.config.use_cache = False
     tracker = Tracker(job)
     callback = make_callback(job, tracker)
-    trainer = make_trainer(model, job, data["train"], pad, [callback])
+    trainer = make_trainer(model, job, data["train"], pad, [callback], args)
     train(trainer, job, tracker, callback)
+    saved = save_trained(trainer, tokenizer, job)
+    first = trainer.is_world_process_zero()
+    del trainer, model
+    distributed.leave()
+    if not first:
+        return
+    model = models.place(models.read(job.folder / "model"))  # what was saved is measured, whole on this process
     rows = [{"nll": nll, "tokens": n} for nll, n in nll_per_trace(model, data["validation"], pad)]
-    files = [tables.write(rows, job.folder / "validation.parquet"), *save_trained(trainer, tokenizer, job), tracker.path]
+    files = [tables.write(rows, job.folder / "validation.parquet"), *saved, tracker.path]
     history = read_history(tracker.path)
     metrics = {
         "validation/nll": manifest.Metric(value=sum(r["nll"] for r in rows) / sum(r["tokens"] for r in rows), n=len(rows)),
