@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help run study test lint format schema docs docs-check plan pin bench dag report clean
+.PHONY: help run study test cluster-packages lint format schema docs docs-check plan pin bench dag report clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,6 +32,12 @@ study: $(STAMP) ## the same with the seeds that the README's ledger comes from
 test: $(STAMP) ## every test
 	@$(BIN)/python -m pytest
 
+cluster-packages: $(STAMP) ## what the tests of SLURM and DeepSpeed need (root, Debian or Ubuntu); without it they are skipped
+	@tests/slurm/cluster.sh install
+	@rm -rf .deepspeed
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+		--target .deepspeed -r envs/requirements-deepspeed-cpu.txt
+
 lint: $(STAMP) ## ruff, snakefmt, snakemake --lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,7 +59,7 @@ docs-check: $(STAMP) ## fail if the README differs from what `make docs` writes
 	$(BIN)/python -m posttrain.docs --check
 
 plan: $(STAMP) ## what a tier would cost: make plan TIER=paper
-	@$(BIN)/python -m posttrain.plan --tier $(TIER)
+	@$(BIN)/python -m posttrain.plan --tier $(TIER) --seeds=$(SEEDS)
 
 pin: $(STAMP) ## write the commits of a tier's hub models and data sets (needs network)
 	@$(BIN)/python -m posttrain.pin --tier $(TIER)

@@ -1,4 +1,4 @@
-"""A small world made by the real modules: task, tokenizer, mix, base model and traces of the two-style task."""
+"""Shared by the tests: a small world made by the real modules, and a project that ran its whole workflow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.project import Project
 
 os.environ.setdefault("POSTTRAIN_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -42,3 +44,17 @@ def world(tmp_path_factory) -> SimpleNamespace:
     )
     traces.main(traces.Config(output=stored, source="policy", train=448, validation=64, tokenizer=base, task=task))
     return SimpleNamespace(root=root, task=task, tokenizer=tok, mix=mixed, base=base, traces=stored)
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory) -> Project:
+    """The finished study of the tier `test`, one seed."""
+    found = Project(tmp_path_factory.mktemp("project"))
+    found.output = found.run()
+    return found
+
+
+@pytest.fixture
+def fresh(tmp_path) -> Project:
+    """The project before any run."""
+    return Project(tmp_path / "project")

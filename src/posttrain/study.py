@@ -156,6 +156,13 @@ class Study:
         axes = methods(stage)[method].axes
         open_axes = methods(stage)[method].open
         lists = [[*self.names(stage, method, axis), *(["-"] if axis in open_axes else [])] for axis in axes]
+        for axis, values in zip(axes, lists, strict=True):
+            for value in values:
+                if not re.fullmatch("[a-z0-9_]+|-", value):
+                    raise UserError(
+                        f"{self.folder / stage}.yaml: {method}.{axis}: the name '{value}' may hold a to z, 0 to 9 and _ only, as it "
+                        "becomes part of a path; rename it."
+                    )
         for values in itertools.product(*lists):
             self.config(stage, method, values, seed=0, inputs={}, placeholder=True)
             for reference in self.references(stage, method, values).values():
@@ -304,6 +311,33 @@ class Study:
             raise UserError(
                 f"{name} asks for {cards} GPUs, the profile's cap is gpu: {cap}; raise `resources: gpu` in the profile or lower gpus in {self.folder}."
             )
+
+    def check_claims(self, path: Path) -> None:
+        """Every claim is well formed and names tasks and arms that some tier has, so that a misspelt one is found at once.
+
+        A claim about what only another tier has stays in this tier's ledger as not testable here.
+        """
+        from posttrain.report.ledger import read_claims
+        from posttrain.sft.losses import Weighting
+
+        files = [configs.read_yaml(file).get("train") or {} for file in sorted(self.folder.parent.glob("*/sft.yaml"))]
+        tasks = {task for file in files for task in file.get("task") or {}}
+        arms = {arm for file in files for arm in file.get("arm") or {}}
+        checkpoints = {"base", "rl_base"} | {f"{stage}_{arm}" for stage in ("sft", "rl") for arm in arms}
+        valid = {
+            "difference": checkpoints,
+            "reversal": arms,
+            "overhead": set(typing.get_args(Weighting)),
+        }
+        for method, claims in read_claims(path).items():
+            for name, claim in claims.items():
+                if claim.kind == "not_testable":
+                    continue
+                if claim.task not in tasks:
+                    raise UserError(f"{path}: {method}.{name}: no tier has the task '{claim.task}'{nearest(claim.task, tasks)}")
+                for arm in filter(None, (claim.arm, claim.baseline, *claim.arms)):
+                    if arm not in valid[claim.kind]:
+                        raise UserError(f"{path}: {method}.{name}: no tier has '{arm}'{nearest(arm, valid[claim.kind])}")
 
     def export_tracking(self) -> None:
         """Hand the tracker's settings to jobs through the environment: they are never parameters. No secret is touched."""

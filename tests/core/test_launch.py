@@ -23,7 +23,28 @@ def test_one_process():
 
 def test_torchrun_on_one_node():
     found = launch.command("m.n", ["--a", "1"], gpus=4, python="/x/python")
-    assert found == ["/x/python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "m.n", "--a", "1"]
+    assert found == [
+        "/x/python",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        "-m",
+        "--",
+        "m.n",
+        "--a",
+        "1",
+    ]
+
+
+def test_torchrun_does_not_take_a_jobs_flags_for_its_own():
+    """Real torchrun: --start, --log-every, --role and the like abbreviate flags that it has."""
+    from torch.distributed.run import parse_args
+
+    flags = ["--start", "a", "--log", "1", "--max", "2", "--role=x", "--", "-m"]
+    words = launch.command("m.n", flags, gpus=2)
+    found = parse_args(words[words.index("torch.distributed.run") + 1 :])
+    assert found.training_script == "m.n" and found.module and found.training_script_args == flags
 
 
 def test_srun_geometry():
@@ -53,7 +74,7 @@ def test_script_on_a_node_keeps_every_word(tmp_path):
     shown = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == [
         "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-id=77",
-        "--rdzv-endpoint=gpu-1:20077", "-m", "m.n", *FLAGS,
+        "--rdzv-endpoint=gpu-1:20077", "-m", "--", "m.n", *FLAGS,
     ]  # fmt: skip
 
 

@@ -50,6 +50,8 @@ def test_a_reversal_is_never_contradicted():
     assert verdict(0.2, 0.1, 0.3) == "replicated"
     assert verdict(0.2, 0.1, 0.3, ordered=False) == verdict(0.2, -0.1, 0.5) == verdict(0.04, 0.01, 0.07) == "inconclusive"
     assert verdict(-0.3, -0.4, -0.2) == "inconclusive"
+    agree = judge_reversal(Interval(-0.3, -0.4, -0.2), 0.05, 3, "a scores better, b starts better", ordered=True)
+    assert "starts better" not in agree.reason and "no pair of these arms is reversed" in agree.reason
 
 
 def test_verdict_on_a_bound():

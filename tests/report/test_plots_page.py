@@ -188,7 +188,7 @@ def test_controls_stand_apart_and_are_not_counted(world, drawn):
     with open(world.root / "claims.csv") as stream:
         rows = [row for row in csv.DictReader(stream) if row["claim"] != "lesser"]
     assert "Controls, not claims of the paper: difference in pass@1" in drawn[1]
-    assert f"Of {len(rows)} claims" in drawn[1]
+    assert f"Of {len(rows)} claims (controls not counted)" in drawn[1]
     for verdict in VERDICTS:
         assert f"<b>{sum(row['verdict'] == verdict for row in rows)}</b>{verdict}</div>" in drawn[1]
 

@@ -12,6 +12,42 @@ from pathlib import Path
 import pytest
 
 CONFIG_ERRORS = {
+    "claim with a misspelt arm": (
+        "configs/claims.yaml",
+        "arm: rl_pear_block",
+        "arm: rl_pear_blok",
+        "pear.block_gain_two_style: no tier has 'rl_pear_blok'; did you mean 'rl_pear_block'?",
+    ),
+    "claim with a misspelt task": (
+        "configs/claims.yaml",
+        "task: two_style",
+        "task: twostyle",
+        "no tier has the task 'twostyle'; did you mean 'two_style'?",
+    ),
+    "claim with a misspelt key": (
+        "configs/claims.yaml",
+        "smallest_effect:",
+        "smalest_effect:",
+        "smalest_effect is not a known key; did you mean 'smallest_effect'?",
+    ),
+    "claim with a misspelt weighting": (
+        "configs/claims.yaml",
+        "arm: pear_block",
+        "arm: pear_blok",
+        "pear.overhead_block: no tier has 'pear_blok'; did you mean 'pear_block'?",
+    ),
+    "schedule that is none": (
+        "configs/test/rl.yaml",
+        "learning_rate: 0.001",
+        "schedule: cosin",
+        "grpo.defaults.schedule = 'cosin'",
+    ),
+    "name that cannot stand in a path": (
+        "configs/test/sft.yaml",
+        "    pear_token: {",
+        "    pear-token: {",
+        "train.arm: the name 'pear-token' may hold a to z, 0 to 9 and _ only",
+    ),
     "unknown key": (
         "configs/test/sft.yaml",
         "{steps: 12,",
@@ -215,6 +251,18 @@ def test_log_probability_count_differs_from_tokens(project, tmp_path):
     forge(path)
     done = module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(path)))
     fails(done, "traces.parquet row 5: 8 behaviour log-probabilities for 9 response tokens", "score these traces again")
+
+
+def test_traces_of_another_tokenizer(project, tmp_path):
+    from posttrain.core import tables
+
+    path = copy_of(project, "sft/traces/two_style", tmp_path)
+    rows = tables.read(path.parent / "traces.parquet")
+    rows[0]["response_ids"][0] = 99
+    tables.write(rows, path.parent / "traces.parquet")
+    forge(path)
+    done = module(project, "posttrain.sft.train", *sft_flags(project, tmp_path, traces=str(path)))
+    fails(done, "holds the token id 99", "take traces that were made with this model's tokenizer")
 
 
 def test_truncated_checkpoint(project, tmp_path):

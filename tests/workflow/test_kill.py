@@ -18,7 +18,7 @@ TARGET = "results/test/sft/train/two_style-sft/seed0/manifest.json"
 @pytest.fixture(scope="module")
 def long_training(tmp_path_factory):
     """A project whose SFT job takes seconds and checkpoints often, finished once; (project, bytes of the manifest)."""
-    from tests.workflow.conftest import Project
+    from tests.project import Project
 
     found = Project(tmp_path_factory.mktemp("kill"))
     path = found.folder / "configs/test/sft.yaml"

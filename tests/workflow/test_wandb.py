@@ -111,7 +111,7 @@ def test_only_rank_zero_logs(tmp_path, monkeypatch):
 
 def test_a_key_never_appears_in_anything_that_is_written(tmp_path):
     """The workflow runs with a fake key in the environment, in offline mode; then every file is searched for it."""
-    from tests.workflow.conftest import Project
+    from tests.project import Project
 
     project = Project(tmp_path / "project")
     target = "results/test/sft/train/two_style-sft/seed0/manifest.json"

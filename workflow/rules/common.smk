@@ -1,5 +1,6 @@
 """The study behind the rules, and the helpers that every stage's rules use."""
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,13 @@ def gpu_cap(resource):
 
 study = explained(Study, config)
 explained(study.check_cap, gpu_cap(workflow.global_resources.get("gpu")))
+explained(study.check_claims, Path("configs/claims.yaml"))
 explained(study.export_tracking)
+
+# Jobs run with the Python that runs Snakemake, whether or not its environment is active. Before it stands a sacct that does
+# not let the SLURM executor wait for ever for preempted jobs; see the file.
+FIRST = [str(Path(workflow.basedir) / "bin"), str(Path(sys.executable).parent)]
+os.environ["PATH"] = os.pathsep.join([*FIRST, os.environ["PATH"]])
 
 ROOT = str(study.root)
 

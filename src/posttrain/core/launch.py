@@ -46,10 +46,10 @@ def command(
     cards = gpus // nodes
     if nodes == 1 and gpus <= 1:
         return [python, "-m", module, *arguments]
-    run = [python, "-m", "torch.distributed.run"]
+    run = [python, "-m", "torch.distributed.run"]  # `--` before the module: it would take --start for one of its own flags
     workers = max(cards, 1)
     if nodes == 1:
-        return [*run, "--standalone", f"--nproc-per-node={workers}", "-m", module, *arguments]
+        return [*run, "--standalone", f"--nproc-per-node={workers}", "-m", "--", module, *arguments]
     port = 20000 + int(job_id or "0") % 20000
     inner = [
         *run,
@@ -59,6 +59,7 @@ def command(
         f"--rdzv-id={job_id or 'local'}",
         "--rdzv-endpoint=$head:" + str(port),
         "-m",
+        "--",
         module,
         *arguments,
     ]

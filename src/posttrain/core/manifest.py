@@ -210,6 +210,7 @@ def provenance(timings: Mapping[str, float] | None = None) -> dict[str, Any]:
         "peak_memory_mb": round(usage.ru_maxrss / 1024, 1),
         "timings": dict(timings or {}),
         "host": socket.gethostname(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
         "commit": commit.stdout.strip() or None,
         "command": [sys.executable, *sys.argv],
     }

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.core import config as configs
 from posttrain.core import manifest
@@ -24,6 +24,9 @@ from posttrain.core.errors import TimeLimitReached, UserError
 from posttrain.core.tracking import Tracker
 
 MARKER = "complete.json"
+Schedule = Literal[  # those that need no further arguments
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]  # fmt: skip
 
 
 class TrainingConfig(JobConfig):
@@ -34,7 +37,7 @@ class TrainingConfig(JobConfig):
     batch_size: int = key(64, help="sequences per optimizer step, over all processes", gt=0)
     accumulation: int = key(1, help="micro-batches per optimizer step", gt=0)
     warmup: float = key(0.05, help="share of the steps with rising learning rate", ge=0, lt=1)
-    schedule: str = key("constant_with_warmup", help="transformers' name of the learning-rate schedule")
+    schedule: Schedule = key("constant_with_warmup", help="transformers' name of the learning-rate schedule")
     weight_decay: float = key(0.0, help="AdamW weight decay", ge=0)
     max_grad_norm: float = key(1.0, help="clip the gradient to this norm", gt=0)
     precision: str = key("float32", help="float32, or bfloat16 autocast", pattern="^(float32|bfloat16)$")
@@ -205,6 +208,7 @@ def make_callback(job: TrainingConfig, tracker: Tracker) -> Any:
                 self.out_of_time = control.should_save = control.should_training_stop = True
 
         def on_save(self, args, state, control, **kwargs):
+            any_rank(False)  # every process has written its part
             if state.is_world_process_zero:
                 seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 

@@ -92,8 +92,15 @@ def judge_reversal(interval: Interval, smallest: float, seeds: int, pair: str, *
     over = "items of one seed; other seeds may differ" if seeds == 1 else f"items and {seeds} seeds"
     if ordered and interval.low > 0 and interval.estimate >= smallest:
         return Verdict("replicated", f"{pair}: both differences beyond noise over {over}")
-    lacking = "its difference after RL" if ordered else "its difference in SFT score"
-    return Verdict("inconclusive", f"no pair is reversed beyond noise; nearest is {pair}, {lacking} is not, over {over}")
+    if interval.estimate <= 0:
+        return Verdict(
+            "inconclusive", f"no pair of these arms is reversed: each arm with the better SFT score starts no worse, over {over}"
+        )
+    lacking = "after RL" if ordered else "in SFT score"
+    return Verdict(
+        "inconclusive",
+        f"no pair is reversed beyond noise; in the nearest, {pair}, the difference {lacking} is within it, over {over}",
+    )
 
 
 def judge_bound(interval: Interval, bound: float, seeds: int) -> Verdict:

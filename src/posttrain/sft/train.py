@@ -238,6 +238,12 @@ def main(job: Config) -> None:
         add_frozen(models.place(models.load(job.start)), data["train"], pad)
     args = make_arguments(job)
     model = models.load(job.start)
+    highest = max(max(row["input_ids"].max().item() for row in rows) for rows in data.values())
+    if highest >= model.config.vocab_size:
+        raise UserError(
+            f"{file} holds the token id {highest} and the model of {job.start} has {model.config.vocab_size} tokens; take traces "
+            "that were made with this model's tokenizer."
+        )
     model.config.use_cache = False
     tracker = Tracker(job)
     callback = make_callback(job, tracker)

@@ -11,9 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 TIER = {
     "data": """
@@ -138,17 +136,3 @@ class Project:
         finally:
             path.write_text(text)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-@pytest.fixture(scope="session")
-def project(tmp_path_factory) -> Project:
-    """The finished study of the tier `test`, one seed."""
-    found = Project(tmp_path_factory.mktemp("project"))
-    found.output = found.run()
-    return found
-
-
-@pytest.fixture
-def fresh(tmp_path) -> Project:
-    """The project before any run."""
-    return Project(tmp_path / "project")
