@@ -66,7 +66,10 @@ def test_rendezvous_port_is_the_jobs_own_and_valid():
 
 def test_script_on_a_node_keeps_every_word(tmp_path):
     """The script is run by a real bash, with stand-ins for scontrol and python."""
-    for name, body in (("scontrol", 'echo "$3-1"; echo "$3-2"'), ("python", 'for word in "$@"; do printf "%s\\n" "$word"; done')):
+    for name, body in (
+        ("scontrol", 'if [ "$2" = hostnames ]; then echo "$3-1"; echo "$3-2"; else echo "NodeName=$4 NodeAddr=ip-of-$4 X=1"; fi'),
+        ("python", 'for word in "$@"; do printf "%s\\n" "$word"; done'),
+    ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     words = launch.command("m.n", FLAGS, nodes=2, gpus=8, threads=8, job_id="77")
@@ -74,7 +77,7 @@ def test_script_on_a_node_keeps_every_word(tmp_path):
     shown = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == [
         "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-id=77",
-        "--rdzv-endpoint=gpu-1:20077", "-m", "--", "m.n", *FLAGS,
+        "--rdzv-endpoint=ip-of-gpu-1:20077", "-m", "--", "m.n", *FLAGS,
     ]  # fmt: skip
 
 

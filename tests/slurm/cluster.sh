@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A SLURM cluster on one machine, from the system's packages: five nodes with two GPUs each (plain files stand in for the
+# A SLURM cluster on one machine, from the system's packages: seven nodes with two GPUs each (plain files stand in for the
 # cards), accounting with slurmdbd and MariaDB, memory limits that kill. For tests and for trying the profile; as root.
-# Partitions: cpu and gpu (n1, n2), spare (n3, n4), low and high (n5; high preempts low), big (two nodes of eight GPUs that
+# Partitions: cpu (n1, n2), spare (n3, n4), low and high (n5; high preempts low), gpu (n6, n7), big (two nodes of eight GPUs that
 # are never up: jobs can be submitted there and looked at).
 #
 #   tests/slurm/cluster.sh start [folder]    about 10 s
@@ -76,10 +76,10 @@ ReturnToService=2
 MpiDefault=none
 GresTypes=gpu
 # The nodes offer more CPUs than the machine may have, so that two-node jobs fit on a small one.
-NodeName=n[1-5] NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=[$((port + 11))-$((port + 15))] Sockets=1 CoresPerSocket=$((cpus > 4 ? cpus : 4)) ThreadsPerCore=1 RealMemory=$memory Gres=gpu:2
+NodeName=n[1-7] NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=[$((port + 11))-$((port + 17))] Sockets=1 CoresPerSocket=$((cpus > 4 ? cpus : 4)) ThreadsPerCore=1 RealMemory=$memory Gres=gpu:2
 NodeName=big[1-2] NodeAddr=127.0.0.1 Port=[$((port + 21))-$((port + 22))] Sockets=2 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=2000000 Gres=gpu:8 State=DOWN
 PartitionName=cpu Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP PriorityTier=5
-PartitionName=gpu Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=5
+PartitionName=gpu Nodes=n[6-7] MaxTime=INFINITE State=UP PriorityTier=5
 PartitionName=spare Nodes=n[3-4] MaxTime=INFINITE State=UP PriorityTier=5
 PartitionName=low Nodes=n5 MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=high Nodes=n5 MaxTime=INFINITE State=UP PriorityTier=10
@@ -88,7 +88,7 @@ SlurmdParameters=config_overrides
 END
     mkdir -p "$folder/gpu"
     ln -s /dev/null "$folder/gpu/nvidia0" && ln -s /dev/null "$folder/gpu/nvidia1" # SLURM wants a character device
-    echo "NodeName=n[1-5] Name=gpu File=$folder/gpu/nvidia[0-1]" > "$folder/gres.conf"
+    echo "NodeName=n[1-7] Name=gpu File=$folder/gpu/nvidia[0-1]" > "$folder/gres.conf"
     cat > "$folder/slurmdbd.conf" << END
 AuthType=auth/munge
 AuthInfo=socket=$folder/munge.socket
@@ -152,10 +152,10 @@ start() {
     accounts add user root account=test
     slurmctld -c
     await 30 slurmctld scontrol ping
-    for node in n1 n2 n3 n4 n5; do
+    for node in n1 n2 n3 n4 n5 n6 n7; do
         slurmd -N "$node"
     done
-    await 60 "a node" bash -c '[ "$(sinfo -h -N -t idle -o %N | sort -u | wc -l)" = 5 ]'
+    await 60 "a node" bash -c '[ "$(sinfo -h -N -t idle -o %N | sort -u | wc -l)" = 7 ]'
     echo "SLURM is up, account test: $(sinfo -h -p gpu -o 'in partition gpu %D nodes with %G and %c CPUs each')"
 }
 
@@ -165,7 +165,7 @@ stop() {
     if [ -e "$folder/slurmctld.pid" ] && [ "$(readlink /etc/slurm/slurm.conf)" = "$folder/slurm.conf" ]; then
         timeout 10 scancel --me > /dev/null 2>&1 || true
     fi
-    for file in "$folder"/slurmd-n[1-5].pid "$folder"/slurmctld.pid "$folder"/slurmdbd.pid "$folder"/mysql.pid "$folder"/munged.pid; do
+    for file in "$folder"/slurmd-n[1-7].pid "$folder"/slurmctld.pid "$folder"/slurmdbd.pid "$folder"/mysql.pid "$folder"/munged.pid; do
         [ -s "$file" ] || continue
         local pid
         pid=$(cat "$file")

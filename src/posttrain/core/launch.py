@@ -63,9 +63,10 @@ def command(
         module,
         *arguments,
     ]
-    script = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); exec ' + " ".join(
-        word if word.startswith("--rdzv-endpoint=") else shlex.quote(word) for word in inner
-    )
+    # A node's name need not be a host's name; NodeAddr is what SLURM itself reaches it by.
+    first = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); '
+    first += 'head=$(scontrol --oneliner show node "$head" | grep -o "NodeAddr=[^ ]*" | cut -d = -f 2); '
+    script = f"{first}exec " + " ".join(word if word.startswith("--rdzv-endpoint=") else shlex.quote(word) for word in inner)
     geometry = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={threads}"]
     return ["srun", *geometry, *([f"--gpus-per-node={cards}"] if cards else []), "bash", "-c", script]
 
