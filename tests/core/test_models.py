@@ -142,3 +142,28 @@ def test_place(tokenizer):
     assert models.place(model, "cpu") is model and models.place(model).device.type == (
         "cuda" if torch.cuda.is_available() else "cpu"
     )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_tied_head_that_was_written_twice_is_dropped(tmp_path, sharded):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}  # clones, as DeepSpeed's gathering does
+    model.save_pretrained(tmp_path, state_dict=state, max_shard_size="2KB" if sharded else "1GB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1 if sharded else len(files) == 1
+    assert any("lm_head.weight" in load_file(file) for file in files)
+    assert models.drop_tied_copies(tmp_path, model) == ["lm_head.weight"]
+    assert not any("lm_head.weight" in load_file(file) for file in files)
+    assert models.drop_tied_copies(tmp_path, model) == []
+    again = models.read(tmp_path)
+    ids = torch.arange(6)[None]
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+    untied = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    untied.save_pretrained(tmp_path / "untied")
+    assert models.drop_tied_copies(tmp_path / "untied", untied) == []
+    assert "lm_head.weight" in load_file(tmp_path / "untied" / "model.safetensors")

@@ -215,7 +215,9 @@ def without_accounting(project: Cluster) -> None:
 def deepspeed_tasks(project: Cluster, nodes: int, gpus: int) -> None:
     """One task per ZeRO stage on the same data, and two processes."""
     stages = ("plain", "zero1", "zero2", "zero3")
-    sft = [f"    {s}: {{start: base/scratch/two_style, traces: sft/traces/two_style, deepspeed: {ds(s)}}}\n" for s in stages]
+    inputs = "start: base/scratch/two_style, traces: sft/traces/two_style"
+    sft = [f"    {s}: {{{inputs}, deepspeed: {ds(s)}}}\n" for s in stages]
+    sft += [f"    {s}_cut: {{{inputs}, deepspeed: {ds(s)}, accumulation: 4}}\n" for s in ("zero2", "zero3")]
     rl = [f"    {s}: {{task: data/tasks/two_style, deepspeed: {ds(s)}}}\n" for s in stages]
     size = f"  resources: {{nodes: {nodes}, gpus: {gpus}, threads: 2}}\n"
     project.edit("configs/test/sft.yaml", "(?m)^train:\n", f"train:\n{size}")
@@ -224,13 +226,16 @@ def deepspeed_tasks(project: Cluster, nodes: int, gpus: int) -> None:
     project.edit("configs/test/rl.yaml", "  task:\n", "  task:\n" + "".join(rl))
 
 
+SFT_TASKS = ("plain", "zero1", "zero2", "zero3", "zero2_cut", "zero3_cut")  # cut: four micro-batches per step
+
+
 def ds(stage: str) -> str:
     return "null" if stage == "plain" else stage
 
 
 def one_node(project: Cluster) -> None:
     deepspeed_tasks(project, nodes=1, gpus=2)
-    names = [f"results/test/sft/train/{task}-sft/seed0/manifest.json" for task in ("plain", "zero1", "zero2", "zero3")]
+    names = [f"results/test/sft/train/{task}-sft/seed0/manifest.json" for task in SFT_TASKS]
     names += [f"results/test/rl/grpo/{task}-base/seed0/manifest.json" for task in ("plain", "zero2", "zero3")]
     project.start(*names, PYTHONPATH=f"{project.folder / 'src'}{os.pathsep}{DEEPSPEED}")
 

@@ -37,7 +37,7 @@ def submitted(cluster, tmp_path_factory):
         task = study.names("sft", "train", "task")[0]
         arm = study.names("sft", "train", "arm")[-1]
         targets = {
-            "sft_traces": f"sft/traces/{study.names('sft', 'traces', 'task')[0]}",
+            "sft_traces": f"sft/traces/{study.names('sft', 'traces', 'task')[-1]}",  # not the one that sft_train below reads
             "sft_train": f"sft/train/{task}-{arm}",
             "rl_grpo": f"rl/grpo/{task}-base",
             "evaluate_reasoning": f"evaluate/reasoning/{task}-base",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-sys.path.insert(0, str(Path(workflow.basedir).parent / "src"))
+WORKFLOW = Path(str(workflow.current_basedir)).parent
+sys.path.insert(0, str(WORKFLOW.parent / "src"))
 
 from posttrain.core.codes import code_digest
 from posttrain.core.config import canonical
@@ -36,7 +37,7 @@ explained(study.export_tracking)
 
 # Jobs run with the Python that runs Snakemake, whether or not its environment is active. Before it stands a sacct that does
 # not let the SLURM executor wait for ever for preempted jobs; see the file.
-FIRST = [str(Path(workflow.basedir) / "bin"), str(Path(sys.executable).parent)]
+FIRST = [str(WORKFLOW / "bin"), str(Path(sys.executable).parent)]
 os.environ["PATH"] = os.pathsep.join([*FIRST, os.environ["PATH"]])
 
 ROOT = str(study.root)

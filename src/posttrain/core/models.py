@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,6 +94,31 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
     return sorted(file for file in target.rglob("*") if file.is_file())
+
+
+def drop_tied_copies(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Delete tensors of a saved model that only repeat a tied one, as ZeRO-1 and 2 write them; returns their names.
+
+    A folder so has the same tensors whatever trained it.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tied = getattr(model, "_tied_weights_keys", None) or {}
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return []
+    dropped = []
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        copies = [name for name in tied if name in tensors]
+        if copies:
+            dropped += copies
+            save_file({name: value for name, value in tensors.items() if name not in copies}, file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if dropped and index.is_file():
+        found = json.loads(index.read_text())
+        found["weight_map"] = {name: file for name, file in found["weight_map"].items() if name not in dropped}
+        index.write_text(json.dumps(found, indent=2) + "\n")
+    return dropped
 
 
 def place(model: PreTrainedModel, device: str = "auto") -> PreTrainedModel:

@@ -21,6 +21,7 @@ from posttrain.core.codes import code_digest
 from posttrain.core.config import JobConfig, key
 from posttrain.core.distributed import start_deepspeed
 from posttrain.core.errors import TimeLimitReached, UserError
+from posttrain.core.models import drop_tied_copies
 from posttrain.core.tracking import Tracker
 
 MARKER = "complete.json"
@@ -244,6 +245,7 @@ def save_trained(trainer: Any, tokenizer: Any, job: JobConfig) -> list[Path]:
     trainer.save_model(str(partial))
     if not trainer.is_world_process_zero():
         return []
+    drop_tied_copies(partial, model)
     (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle that names this machine's paths
     tokenizer.save_pretrained(partial)
     shutil.rmtree(target, ignore_errors=True)
