@@ -42,13 +42,20 @@ def tensors(folder) -> set[str]:
     return {name for file in (folder / "model").glob("*.safetensors") for name in load_file(file)}
 
 
-def show(title: str, curves: dict[str, list[float]]) -> None:
-    print(f"\n{title}")
-    for name, values in curves.items():
-        print(f"  {name:28} " + " ".join(f"{value:.6f}" for value in values))
+@pytest.fixture
+def show(capsys):
+    """Figures belong to the test's output, also when it passes."""
+
+    def lines(title: str, curves: dict[str, list[float]]) -> None:
+        with capsys.disabled():
+            print(f"\n{title}")
+            for name, values in curves.items():
+                print(f"  {name:28} " + " ".join(f"{value:.6f}" for value in values))
+
+    return lines
 
 
-def test_sft_losses_equal_one_process(session, one_process):
+def test_sft_losses_equal_one_process(session, one_process, show):
     project = session["one_node"]
     assert project.ends(1500) == 0, project.output()[-3000:]
     curves = {"one process": curve(one_process, "loss")}
@@ -78,7 +85,7 @@ def test_saved_models_are_whole_and_equal(session, one_process):
             torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=2e-4)
 
 
-def test_grpo_under_zero(session):
+def test_grpo_under_zero(session, show):
     """Rollouts and losses follow the processes' seeds: the ZeRO stages agree with plain data parallelism."""
     from transformers import AutoModelForCausalLM
 
@@ -96,7 +103,7 @@ def test_grpo_under_zero(session):
         assert all(parameter.numel() for parameter in model.parameters())
 
 
-def test_two_nodes(session, one_process):
+def test_two_nodes(session, one_process, show):
     project = session["two_nodes"]
     assert project.ends(1500) == 0, project.output()[-3000:]
     curves = {"one process": curve(one_process, "loss")}

@@ -75,10 +75,11 @@ def submitted(cluster, tmp_path_factory):
 
 
 @pytest.mark.parametrize("rule", ["sft_traces", "sft_train", "rl_grpo", "evaluate_reasoning"])
-def test_slurm_is_asked_for_what_the_tier_says(submitted, rule):
+def test_slurm_is_asked_for_what_the_tier_says(submitted, rule, capsys):
     found, need = submitted[0][rule], submitted[1][rule]
     tres = dict(part.split("=") for part in found["TRES"].split(","))
-    print(f"\n{rule}: nodes {found['NumNodes']}, {found['TRES']}, time {found['TimeLimit']}, partition {found['Partition']}")
+    with capsys.disabled():
+        print(f"\n{rule}: nodes {found['NumNodes']}, {found['TRES']}, time {found['TimeLimit']}, partition {found['Partition']}")
     assert found["JobState"] == "PENDING" and found["Partition"] == "big" and found["Account"] == "test"
     assert int(tres["gres/gpu"]) == need.nodes * need.gpus
     assert int(found["NumNodes"].split("-")[0]) == need.nodes
