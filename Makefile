@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help run study test cluster-packages lint format schema docs docs-check plan pin bench dag report clean
+.PHONY: help run study test cluster-packages lint format schema docs docs-check plan diff why pin bench dag report clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -60,6 +60,12 @@ docs-check: $(STAMP) ## fail if the README differs from what `make docs` writes
 
 plan: $(STAMP) ## what a tier would cost: make plan TIER=paper
 	@$(BIN)/python -m posttrain.plan --tier $(TIER) --seeds=$(SEEDS)
+
+diff: $(STAMP) ## what differs between two manifests or folders of results: make diff A=... B=...
+	@$(BIN)/python -m posttrain.diff "$(A)" "$(B)"
+
+why: $(STAMP) ## what would run and the reason of each job: make why TIER=tiny SEEDS=0 [TARGET=pear]
+	@$(BIN)/python -m posttrain.why --tier $(TIER) --seeds=$(SEEDS) --target "$(or $(TARGET),all)"
 
 pin: $(STAMP) ## write the commits of a tier's hub models and data sets (needs network)
 	@$(BIN)/python -m posttrain.pin --tier $(TIER)
