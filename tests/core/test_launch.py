@@ -94,7 +94,7 @@ def test_cards_must_divide_evenly():
         launch.main(["--nodes", "2", "--gpus", "3", "--", "m"])
 
 
-@pytest.mark.parametrize(("minutes", "limit"), [(1, 0.75), (10, 9), (60, 54), (150, 135), (1440, 1425)])
+@pytest.mark.parametrize(("minutes", "limit"), [(1, 0.5), (4, 3.5), (10, 9), (60, 54), (150, 135), (1440, 1425)])
 def test_time_limit_leaves_room_to_save(minutes, limit):
     assert launch.time_limit(minutes) == limit
 

@@ -80,9 +80,9 @@ def environment(threads: int, workers: int) -> dict[str, str]:
 def time_limit(minutes: int) -> float:
     """Minutes after which a trainer saves and stops, before SLURM's limit of `minutes` ends it without a chance to save.
 
-    A tenth is kept for saving and starting, at least 15 seconds, at most 15 minutes.
+    A tenth is kept for saving and starting, at least half a minute, at most 15 minutes.
     """
-    return minutes - min(15.0, max(0.25, minutes / 10))
+    return minutes - min(15.0, max(0.5, minutes / 10))
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
