@@ -29,20 +29,28 @@ class Wandb(types.ModuleType):
         super().__init__("wandb")
         self.calls: list[tuple] = []
         self.summary: dict = {}
+        self.broken: set[str] = set()
         self.Settings = lambda **options: options
 
     def init(self, **options):
         self.options = options
+        if options["mode"] in self.broken:
+            raise ConnectionError("no route to host\nand more")
         return self
+
+    def teardown(self):
+        self.calls.append(("teardown",))
 
     def define_metric(self, *names, **options):
         self.calls.append(("define", names, options))
 
-    def log(self, values):
-        self.calls.append(("log", values))
+    def log(self, values, step, commit):
+        if "log" in self.broken:
+            raise BrokenPipeError("its process is gone")
+        self.calls.append(("log", values, step, commit))
 
-    def finish(self):
-        self.calls.append(("finish",))
+    def finish(self, exit_code=0):
+        self.calls.append(("finish", exit_code))
 
 
 @pytest.fixture
@@ -171,6 +179,34 @@ def test_what_wandb_is_told(job, monkeypatch, wandb):
     assert options["tags"] == ["tiny", "sft", "train"] and options["config"]["steps"] == 100 and "output" not in options["config"]
     assert options["settings"]["disable_git"] and options["settings"]["console"] == "off"
     assert "s3cr3t" not in repr(options) and str(Path.home()) not in repr(options["config"])
-    assert ("log", {"train/global_step": 1, "train/loss": 0.5}) in wandb.calls
-    assert wandb.summary == {"validation/loss": 0.25} and wandb.calls[-1] == ("finish",)
+    assert ("log", {"train/global_step": 1, "train/loss": 0.5}, 1, True) in wandb.calls
+    assert wandb.summary == {"validation/loss": 0.25} and wandb.calls[-1] == ("finish", 0)
     assert (job.folder / "history.jsonl").read_bytes() == plain
+
+
+def test_a_server_that_does_not_answer_leaves_the_run_offline(job, monkeypatch, wandb, capsys):
+    monkeypatch.setenv("POSTTRAIN_WANDB_MODE", "online")
+    wandb.broken = {"online"}
+    tracker = Tracker(job)
+    assert wandb.options["mode"] == "offline" and tracker.run is wandb and ("teardown",) in wandb.calls
+    said = capsys.readouterr().err
+    assert said == "warning: W&B: ConnectionError: no route to host; the run is kept offline.\n"
+
+
+def test_no_job_fails_because_of_wandb(job, monkeypatch, wandb, capsys):
+    monkeypatch.setenv("POSTTRAIN_WANDB_MODE", "offline")
+    wandb.broken = {"log"}
+    tracker = Tracker(job)
+    for step in (1, 2):
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish({"loss": 1.0})
+    assert len(read_history(tracker.path)) == 2 and capsys.readouterr().err.count("warning") == 1  # said once
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
+    assert Tracker(job).run is None
+    assert "only history.jsonl is written" in capsys.readouterr().err
+
+
+def test_a_stopped_attempt_ends_unfinished(job, monkeypatch, wandb):
+    monkeypatch.setenv("POSTTRAIN_WANDB_MODE", "offline")
+    Tracker(job).stop()
+    assert wandb.calls[-1] == ("finish", 75) and wandb.summary == {}

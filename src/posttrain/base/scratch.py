@@ -138,7 +138,7 @@ def main(job: Config) -> None:
     metrics = {"validation/loss": manifest.Metric(value=loss, n=count), "parameters": model.num_parameters()}
     if watch:
         metrics |= {"skill_at_stop": manifest.Metric(value=watch.reached, n=job.stop_items), "steps": steps}
-    tracker.finish({"validation/loss": loss})
+    tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})
     manifest.publish(job, metrics, [*files, tracker.path])
     discard_checkpoints(job)
 

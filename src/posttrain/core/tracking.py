@@ -1,23 +1,27 @@
 """Metrics over training steps: a local JSON-lines file always, Weights & Biases if asked for.
 
-Nothing that a job computes depends on the tracker. The W&B run id follows from the job's identity and settings, the
-group from the study, so a second attempt joins the same run and reruns join the same group.
+Nothing that a job computes depends on the tracker, and no job fails because of W&B: if it raises or its server does not
+answer, one line says so and the job goes on. The W&B run id follows from the job's identity and settings, the group from
+the study, so a second attempt joins the same run and reruns join the same group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain.core import config as configs
 from posttrain.core.config import JobConfig
-from posttrain.core.errors import UserError
+from posttrain.core.errors import EXIT_TEMPORARY, UserError
 from posttrain.core.manifest import identity
 
 MODES = ("disabled", "offline", "online")
+PATIENCE = 30  # seconds that a job waits for the server at its start, and again at its end
 
 
 def mode() -> str:
@@ -66,11 +70,32 @@ class Tracker:
             self._start(job)
 
     def _start(self, job: JobConfig) -> None:
+        """Begin the run as asked; offline if the server does not answer; not at all if W&B cannot be used."""
+        for wanted in dict.fromkeys((mode(), "offline")):
+            kept = "the run is kept offline" if wanted == "online" else "only history.jsonl is written"
+            with self._guarded(kept):
+                self.run = self._open(job, wanted)
+                return
+            with contextlib.suppress(Exception):  # W&B's own process still holds the run id of the failed attempt
+                sys.modules["wandb"].teardown()
+
+    @contextlib.contextmanager
+    def _guarded(self, kept: str) -> Iterator[None]:
+        """Whatever W&B raises becomes one line on stderr, and W&B is left alone from then on."""
+        try:
+            yield
+        except Exception as error:
+            self.run = None
+            reason = (str(error).strip().splitlines() or [""])[0]
+            print(f"warning: W&B: {type(error).__name__}: {reason}; {kept}.", file=sys.stderr, flush=True)
+
+    @staticmethod
+    def _open(job: JobConfig, wanted: str) -> Any:
         import wandb
 
         stage, method, variant, seed = identity(job.output)
         tier = tier_of(job)
-        self.run = wandb.init(
+        run = wandb.init(
             project=os.environ.get("POSTTRAIN_WANDB_PROJECT", "posttrain"),
             entity=os.environ.get("POSTTRAIN_WANDB_ENTITY") or None,
             group=os.environ.get("POSTTRAIN_WANDB_GROUP"),
@@ -79,13 +104,21 @@ class Tracker:
             tags=[tag for tag in (tier, stage, method) if tag],
             id=run_id(job),
             resume="allow",
-            mode=mode(),
+            mode=wanted,
             dir=str(job.folder),
             config=configs.settings(job),
-            settings=wandb.Settings(silent=True, disable_git=True, x_disable_stats=True, console="off"),
+            settings=wandb.Settings(
+                silent=True,
+                disable_git=True,
+                x_disable_stats=True,
+                console="off",
+                init_timeout=PATIENCE,
+                finish_timeout=PATIENCE,  # what was not sent by then stays on disk for `wandb sync`
+            ),
         )
-        self.run.define_metric("train/global_step")
-        self.run.define_metric("*", step_metric="train/global_step")
+        run.define_metric("train/global_step")
+        run.define_metric("*", step_metric="train/global_step")
+        return run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if not self.rank0:
@@ -93,7 +126,10 @@ class Tracker:
         with open(self.path, "a") as stream:
             stream.write(json.dumps({"step": step, **{k: float(v) for k, v in values.items()}}) + "\n")
         if self.run:
-            self.run.log({"train/global_step": step, **{f"train/{k}": v for k, v in values.items()}})
+            row = {"train/global_step": step, **{f"train/{k}": v for k, v in values.items()}}
+            with self._guarded("later steps are in history.jsonl alone"):
+                # W&B's own count starts at 0 in each offline attempt: without `step` a second one would overwrite the first.
+                self.run.log(row, step=step, commit=True)
 
     def rewind(self, step: int) -> None:
         """Forget local lines after `step`: a resumed attempt writes them again."""
@@ -103,8 +139,15 @@ class Tracker:
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         if self.run:
-            self.run.summary.update(dict(metrics))
-            self.run.finish()
+            with self._guarded("its summary is in the manifest alone"):
+                self.run.summary.update(dict(metrics))
+                self.run.finish()
+
+    def stop(self) -> None:
+        """End this attempt, not the run: the next attempt continues it."""
+        if self.run:
+            with self._guarded("the end of this attempt is in history.jsonl alone"):
+                self.run.finish(exit_code=EXIT_TEMPORARY)
 
 
 def read_history(path: Path) -> list[dict[str, float]]:

@@ -229,6 +229,7 @@ def train(trainer: Any, job: TrainingConfig, tracker: Tracker, callback: Any) ->
         print(f"resuming from step {start} ({resume})", flush=True)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if callback.out_of_time:
+        tracker.stop()
         raise TimeLimitReached(
             f"stopped after {minutes_allowed(job):g} minutes at step {trainer.state.global_step} of {job.steps}."
         )
