@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help run study test cluster-packages lint format schema docs docs-check plan diff why pin bench dag report clean
+.PHONY: help run study test cluster-packages lint format schema docs docs-check plan diff why pin bench dag report dashboard clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -75,6 +75,9 @@ bench: $(STAMP) ## measure benchmarks/results.json again
 
 report: $(STAMP) ## Snakemake's own HTML report: results/<tier>/snakemake-report.zip
 	$(BIN)/snakemake all --cores 1 --config tier=$(TIER) 'seeds=[$(SEEDS)]' --report results/$(TIER)/snakemake-report.zip
+
+dashboard: $(STAMP) ## curves, scores and cost so far: results/<tier>/report/dashboard.html (WANDB=1: a W&B workspace too)
+	@$(BIN)/python -m posttrain.dashboard --tier $(TIER) --seeds=$(SEEDS) $(if $(WANDB),--wandb)
 
 clean: ## delete results of the tier (asks nothing; environments and downloads stay)
 	rm -rf results/$(TIER) logs/$(TIER) benchmarks/jobs/$(TIER)

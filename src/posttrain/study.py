@@ -295,6 +295,11 @@ class Study:
         named = self.names("evaluate", method, "checkpoint")
         return pairs + [(task, name) for task in tasks if task not in self.tasks for name in named]
 
+    def cards(self) -> dict[str, int]:
+        """Cards of one job of each stage/method, where there are any."""
+        found = {f"{s}/{m}": section.resources for s in STAGES for m, section in self.sections[s].items()}
+        return {name: need.nodes * need.gpus for name, need in found.items() if need.nodes * need.gpus}
+
     def largest_job(self) -> tuple[str, int]:
         """(stage/method, cards) of the job that asks for most cards."""
         found = [

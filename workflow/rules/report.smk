@@ -160,3 +160,41 @@ rule page:
             "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
             " --tasks {params.tasks:q} --claims {input.statements:q} --output {output.html:q}",
         )
+
+
+# Not part of `all`: `snakemake dashboard` or `make dashboard`.
+rule dashboard:
+    input:
+        evaluations("reasoning"),
+        evaluations("retention"),
+        template="src/posttrain/report/dashboard.html.j2",
+    output:
+        html=f"{ROOT}/report/dashboard.html",
+    log:
+        f"logs/{study.tier}/report/dashboard.log",
+    benchmark:
+        f"benchmarks/jobs/{study.tier}/report/dashboard.tsv"
+    localrule: True
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: 1
+    resources:
+        nodes=1,
+        gpu=0,
+        mem_mb=2000,
+        runtime=20,
+    params:
+        root=lambda wildcards, output: str(Path(output.html).parents[1]),
+        seeds=SEEDS,
+        arms=ARMS,
+        tasks=canonical(study.tasks),
+        gpus=canonical(study.cards()),
+        code=lambda wildcards: code_digest("posttrain.report.dashboard"),
+    message:
+        "Draw the dashboard"
+    shell:
+        launched(
+            "posttrain.report.dashboard",
+            "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
+            " --tasks {params.tasks:q} --gpus {params.gpus:q} --output {output.html:q}",
+        )

@@ -51,13 +51,21 @@ def thin(steps: list[float], values: list[float], points: int = POINTS) -> tuple
     return tuple([sum(found[one]) / len(found[one]) for one in cut] for found in (steps, values))
 
 
+def axis(low: float, high: float) -> list[float]:
+    """Three to six round numbers, the first not above `low`, the last not below `high`."""
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    size = 10.0 ** math.floor(math.log10((high - low) / 2))
+    step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= 4)
+    return [float(f"{i * step:.10g}") for i in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
+
+
 def chart(title: str, lines: list[Line]) -> dict[str, Any]:
     """Coordinates of a line chart for the template; the band is the range over seeds."""
     steps = [step for line in lines for step in line.steps]
     values = [value for line in lines for part in (line.low, line.high) for value in part]
-    left, right, low, high = min(steps), max(steps), min(values), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a flat line lies in the middle
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    left, right, marks = min(steps), max(steps), axis(min(values), max(values))
+    low, high = marks[0], marks[-1]
     right = right if right > left else left + 1
 
     def x(value: float) -> float:
@@ -86,7 +94,7 @@ def chart(title: str, lines: list[Line]) -> dict[str, Any]:
         "title": title,
         "lines": drawn,
         "x": [(x(tick), f"{tick:,g}") for tick in ticks(left, right)],
-        "y": [(y(tick), f"{tick:g}".replace("-", "−")) for tick in ticks(low, high)],
+        "y": [(y(tick), f"{tick:g}".replace("-", "−")) for tick in marks],
         "label": f"{title}, at the end: " + ", ".join(f"{line.name} {line.mean[-1]:.3g}" for line in lines),
     }
 
@@ -134,16 +142,19 @@ def histories(data: Artifacts, section: Section) -> list[dict[str, Any]]:
     found = []
     for kind in section.jobs:
         for heading, rows in jobs(data, kind).items():
-            charts, absent = [], []
+            charts, absent, constant = [], [], []
             for panel in section.panels:
                 lines = [one for metric in panel.metrics for job in rows if (one := line(data, job, metric))]
-                if lines:
+                flat = {value for one in lines for part in (one.low, one.high) for value in part}
+                if len(flat) == 1:  # clipping that never happened needs no picture
+                    constant.append(f"{panel.title.lower()} {flat.pop():g}")
+                elif lines:
                     charts.append(chart(panel.title, lines))
                 else:
                     absent += [f"{name}{f' (logged if {panel.only_if})' if panel.only_if else ''}" for name in panel.metrics]
             drawn = {one["name"] for shown in charts for one in shown["lines"]}
             legend = [{"name": row[1], "colour": row[2], "dash": row[3]} for row in rows if row[1] in drawn]
-            found.append({"heading": heading, "legend": legend, "charts": charts, "absent": absent})
+            found.append({"heading": heading, "legend": legend, "charts": charts, "absent": absent, "constant": constant})
     return found
 
 
