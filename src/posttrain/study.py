@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import shlex
+import sys
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -343,6 +344,13 @@ class Study:
                 for arm in filter(None, (claim.arm, claim.baseline, *claim.arms)):
                     if arm not in valid[claim.kind]:
                         raise UserError(f"{path}: {method}.{name}: no tier has '{arm}'{nearest(arm, valid[claim.kind])}")
+
+    @staticmethod
+    def export_path(folder: Path) -> None:
+        """Jobs run with the Python that runs Snakemake, whether or not its environment is active. Before it stands `folder`,
+        whose sacct does not let the SLURM executor wait for ever for cancelled and preempted jobs."""
+        first = [str(folder), str(Path(sys.executable).parent)]
+        os.environ["PATH"] = os.pathsep.join([*first, os.environ["PATH"]])
 
     def export_tracking(self) -> None:
         """Hand the tracker's settings to jobs through the environment: they are never parameters. No secret is touched."""

@@ -1,6 +1,5 @@
 """The study behind the rules, and the helpers that every stage's rules use."""
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -35,10 +34,7 @@ explained(study.check_cap, gpu_cap(workflow.global_resources.get("gpu")))
 explained(study.check_claims, Path("configs/claims.yaml"))
 explained(study.export_tracking)
 
-# Jobs run with the Python that runs Snakemake, whether or not its environment is active. Before it stands a sacct that does
-# not let the SLURM executor wait for ever for preempted jobs; see the file.
-FIRST = [str(WORKFLOW / "bin"), str(Path(sys.executable).parent)]
-os.environ["PATH"] = os.pathsep.join([*FIRST, os.environ["PATH"]])
+study.export_path(WORKFLOW / "bin")
 
 ROOT = str(study.root)
 
