@@ -99,3 +99,9 @@ def test_two_clones_give_identical_manifests(project, fresh):
 def test_run_prints_the_ledger_and_where_the_report_is(project):
     assert "verdict" in project.output and "Report: results/test/report/index.html" in project.output
     assert re.search(r"^\[\d+/\d+\] \d+:\d\d elapsed, about \d+:\d\d left \| ", project.output, re.M)
+
+
+def test_jobs_run_with_the_drivers_python_though_its_environment_is_not_active(fresh):
+    done = fresh.snakemake("results/test/data/tokenizer/style/seed0/manifest.json", PATH="/usr/bin:/bin")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (fresh.folder / "results/test/data/tokenizer/style/seed0/manifest.json").is_file()
