@@ -99,12 +99,39 @@ def test_time_limit_leaves_room_to_save(minutes, limit):
     assert launch.time_limit(minutes) == limit
 
 
+def test_time_limit_counts_from_the_start_of_the_slurm_job():
+    assert launch.time_limit(10, left=8.5) == 7.5 and launch.time_limit(1, left=0.2) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("said", "minutes"),
+    [
+        ("1-02:03:30", 1563.5),
+        ("2:03:30", 123.5),
+        ("03:30", 3.5),
+        ("0:45", 0.75),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+        ("", None),
+    ],
+)
+def test_time_left(tmp_path, monkeypatch, said, minutes):
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    if said:
+        (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$*" = "--noheader --job 7 --format %L" ] && echo "{said}"\n')
+    else:
+        (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    assert launch.time_left("7") == minutes
+
+
 @pytest.mark.parametrize("slurm", [True, False])
 def test_only_slurm_ends_jobs(monkeypatch, slurm):
     seen = {}
     for name in ("SLURM_JOB_ID", "POSTTRAIN_MAX_MINUTES", "POSTTRAIN_WARM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ) | ({"SLURM_JOB_ID": "5"} if slurm else {}))
+    monkeypatch.setattr(launch, "time_left", lambda job: None)
     monkeypatch.setattr(os, "execvp", lambda name, words: seen.update(os.environ))
     launch.main(["--threads", "2", "--minutes", "20", "--", "m"])
     assert seen.get("POSTTRAIN_MAX_MINUTES") == ("18.0" if slurm else None)

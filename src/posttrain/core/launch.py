@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -77,12 +78,26 @@ def environment(threads: int, workers: int) -> dict[str, str]:
     return {**dict.fromkeys(THREAD_VARIABLES, share), "TOKENIZERS_PARALLELISM": "false"}
 
 
-def time_limit(minutes: int) -> float:
-    """Minutes after which a trainer saves and stops, before SLURM's limit of `minutes` ends it without a chance to save.
+def time_left(job_id: str) -> float | None:
+    """Minutes until SLURM ends this job, which began before this process; None if SLURM does not say."""
+    words = ["squeue", "--noheader", "--job", job_id, "--format", "%L"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        days, _, clock = said.rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        seconds = sum(part * 60**power for power, part in enumerate(reversed(parts)))
+    except (OSError, subprocess.SubprocessError, ValueError):  # no squeue here, no limit, an answer of another kind
+        return None
+    return (int(days or 0) * 86400 + seconds) / 60
 
-    A tenth is kept for saving and starting, at least half a minute, at most 15 minutes.
+
+def time_limit(minutes: int, left: float | None = None) -> float:
+    """Minutes from now after which a trainer saves and stops, before SLURM ends it without a chance to save.
+
+    minutes: the job's limit; left: what remains of it. A tenth of the limit is kept for saving, at least half a minute, at
+    most 15 minutes.
     """
-    return minutes - min(15.0, max(0.5, minutes / 10))
+    return max(0.01, (minutes if left is None else left) - min(15.0, max(0.5, minutes / 10)))
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
@@ -114,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = command(module, flags, **values, job_id=slurm_job)
     os.environ.update(environment(values["threads"], values["gpus"] // values["nodes"]))
     if slurm_job and minutes:  # elsewhere nobody ends a job
-        os.environ["POSTTRAIN_MAX_MINUTES"] = str(time_limit(minutes))
+        os.environ["POSTTRAIN_MAX_MINUTES"] = str(time_limit(minutes, time_left(slurm_job)))
         os.environ["POSTTRAIN_STARTED"] = str(time.time())
     print(shlex.join(shown), flush=True)
     if not slurm_job and (cards := slots.take(values["gpus"])):
