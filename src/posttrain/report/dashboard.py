@@ -129,7 +129,8 @@ def jobs(data: Artifacts, kind: str) -> dict[str, list[tuple[str, str, str, str]
 
 def line(data: Artifacts, job: tuple[str, str, str, str], metric: str) -> Line | None:
     reference, name, colour, dash = job
-    curve = data.curve(reference, metric)
+    kept = all("history.jsonl" in data.manifest(reference, seed).artifacts for seed in data.seeds)
+    curve = data.curve(reference, metric) if kept else None
     if curve is None:
         return None
     steps, values = curve
