@@ -124,7 +124,7 @@ def workspace(tier: str, entity: str, project: str) -> Any:
         for section in SECTIONS
         if section.source == "history"
     ]
-    shown = workspaces.RunsetSettings(filters=[workspaces.Tags().isin([tier])])
+    shown = workspaces.RunsetSettings(filters=workspaces.And(workspaces.Tags().isin([tier])))
     return workspaces.Workspace(
         entity=entity, project=project, name=f"posttrain {tier}", sections=sections, runset_settings=shown
     )
