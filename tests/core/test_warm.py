@@ -218,7 +218,7 @@ def test_jobs_on_several_cards_go_past_the_server(server, tmp_path):
     (tmp_path / "torch" / "distributed" / "run.py").write_text("import sys; print('announce' in sys.modules, *sys.argv[1:])\n")
     words = [*command("probe")[:3], "--gpus", "2", "--", "probe"]
     done = subprocess.run(words, cwd=tmp_path, env=variables(server), capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1] == "False --standalone --nproc-per-node=2 -m probe"
+    assert done.stdout.splitlines()[-1] == "False --standalone --nproc-per-node=2 -m -- probe"
 
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path):
