@@ -349,7 +349,7 @@ class Study:
     def export_path(folder: Path) -> None:
         """Jobs run with the Python that runs Snakemake, whether or not its environment is active. Before it stands `folder`,
         whose sacct does not let the SLURM executor wait for ever for cancelled and preempted jobs."""
-        first = [str(folder), str(Path(sys.executable).parent)]
+        first = [str(folder.resolve()), str(Path(sys.executable).parent)]  # resolved: sacct takes itself out of the PATH
         os.environ["PATH"] = os.pathsep.join([*first, os.environ["PATH"]])
 
     def export_tracking(self) -> None:

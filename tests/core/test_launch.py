@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,9 @@ def test_torchrun_does_not_take_a_jobs_flags_for_its_own():
 
 def test_srun_geometry():
     found = launch.command("m.n", [], nodes=3, gpus=6, threads=8, job_id="41234")
-    assert found[:6] == ["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--gpus-per-node=2"]
-    assert found[6:8] == ["bash", "-c"] and len(found) == 9
+    assert found[:5] == ["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8"]
+    assert found[5:8] == ["--kill-on-bad-exit=1", "--wait=0", "--gpus-per-node=2"]
+    assert found[8:10] == ["bash", "-c"] and len(found) == 11
     without = " ".join(launch.command("m.n", [], nodes=2, gpus=0, threads=8))
     assert "--gpus-per-node" not in without and "--nproc-per-node=1" in without
 
@@ -58,7 +60,7 @@ def test_srun_geometry():
 def test_rendezvous_port_is_the_jobs_own_and_valid():
     def port(job_id):
         script = launch.command("m", [], nodes=2, gpus=2, job_id=job_id)[-1]
-        return int(script.partition("--rdzv-endpoint=$head:")[2].split()[0])
+        return int(script.partition("--master-port=")[2].split()[0])
 
     assert port("1") != port("2") and port("7") == port("7")
     assert all(20000 <= port(j) < 40000 for j in (None, "0", "19999", "20000", "99999999"))
@@ -73,11 +75,11 @@ def test_script_on_a_node_keeps_every_word(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     words = launch.command("m.n", FLAGS, nodes=2, gpus=8, threads=8, job_id="77")
-    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu"}
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu", "SLURM_NODEID": "1"}
     shown = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == [
-        "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-id=77",
-        "--rdzv-endpoint=ip-of-gpu-1:20077", "-m", "--", "m.n", *FLAGS,
+        "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=static", "--rdzv-id=77",
+        "--node-rank=1", "--master-addr=ip-of-gpu-1", "--master-port=20077", "-m", "--", "m.n", *FLAGS,
     ]  # fmt: skip
 
 
@@ -106,23 +108,29 @@ def test_time_limit_counts_from_the_start_of_the_slurm_job():
 @pytest.mark.parametrize(
     ("said", "minutes"),
     [
-        ("1-02:03:30", 1563.5),
-        ("2:03:30", 123.5),
-        ("03:30", 3.5),
-        ("0:45", 0.75),
-        ("UNLIMITED", None),
-        ("INVALID", None),
-        ("", None),
+        ("7|1-02:03:30|2026-11-30T10:01:50", 1563.5),
+        ("7|2:03:30|2026-11-30T10:01:50", 123.5),
+        ("7|03:30|2026-11-30T10:01:50", 3.5),
+        ("6|9:00|2026-11-30T09:00:00\n7|0:45|2026-11-30T10:01:50", 0.75),  # an array, a heterogeneous job
+        ("7|UNLIMITED|2026-11-30T10:01:50", None),
     ],
 )
-def test_time_left(tmp_path, monkeypatch, said, minutes):
+def test_what_slurm_says_of_a_job(tmp_path, monkeypatch, said, minutes):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    if said:
-        (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$*" = "--noheader --job 7 --format %L" ] && echo "{said}"\n')
-    else:
-        (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    words = "--noheader --array-unique --job 7 --format %A|%L|%V"
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$*" = "{words}" ] && echo "{said}"\n')
     (tmp_path / "squeue").chmod(0o755)
-    assert launch.time_left("7") == minutes
+    left, submitted = launch.slurm_times("7")
+    assert left == minutes and time.localtime(submitted)[:6] == (2026, 11, 30, 10, 1, 50)
+
+
+@pytest.mark.parametrize("body", ["exit 1", "echo nothing", "echo '8|1:00|x'", "echo '7|x|y'"])
+def test_slurm_may_say_nothing(tmp_path, monkeypatch, body):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch.slurm_times("7") == (None, None)
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{body}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    assert launch.slurm_times("7") == (None, None)
 
 
 @pytest.mark.parametrize("slurm", [True, False])
@@ -131,11 +139,22 @@ def test_only_slurm_ends_jobs(monkeypatch, slurm):
     for name in ("SLURM_JOB_ID", "POSTTRAIN_MAX_MINUTES", "POSTTRAIN_WARM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ) | ({"SLURM_JOB_ID": "5"} if slurm else {}))
-    monkeypatch.setattr(launch, "time_left", lambda job: None)
+    monkeypatch.setattr(launch, "slurm_times", lambda job: (None, 5.0))
     monkeypatch.setattr(os, "execvp", lambda name, words: seen.update(os.environ))
     launch.main(["--threads", "2", "--minutes", "20", "--", "m"])
     assert seen.get("POSTTRAIN_MAX_MINUTES") == ("18.0" if slurm else None)
-    assert seen["OMP_NUM_THREADS"] == "2"
+    assert seen["OMP_NUM_THREADS"] == "2" and ("POSTTRAIN_SUBMITTED" in seen) is slurm
+
+
+@pytest.mark.parametrize(("visible", "mine"), [("4,5", "4"), ("3", "3")])
+def test_jobs_inside_one_allocation_share_its_cards(monkeypatch, tmp_path, visible, mine):
+    seen = {}
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"SLURM_JOB_ID": "5", "CUDA_VISIBLE_DEVICES": visible})
+    monkeypatch.setattr(launch.slots, "folder", lambda: tmp_path / "cards")
+    monkeypatch.setattr(os, "execvp", lambda name, words: seen.update(os.environ))
+    launch.main(["--gpus", "1", "--", "m"])
+    assert seen["CUDA_VISIBLE_DEVICES"] == mine
+    assert (tmp_path / "cards").exists() is (visible == "4,5")
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import threading
+import time
 
 import pytest
 
-from posttrain.core import cli, locking, manifest
+from posttrain.core import cli, locking, manifest, receipts
 from posttrain.core.config import JobConfig, key
 
 
@@ -48,33 +50,70 @@ def test_second_copy_waits_and_leaves_a_finished_job_alone(job, capsys, monkeypa
     second.start()
     assert waits.wait(10) and not ran
     manifest.publish(job, {"m": 1.0})
+    receipts.leave(job)
     flock(other, fcntl.LOCK_UN)
     second.join(10)
     assert codes == [0] and not ran and "was finished by the other process" in capsys.readouterr().out
     other.close()
 
 
-def test_finished_only_for_this_configuration_and_whole_artifacts(job):
+def finish(job, *files) -> float:
+    """Publish and leave a receipt; returns a moment before it."""
+    before = time.time() - 1
+    manifest.publish(job, {"m": 1.0}, files)
+    receipts.leave(job)
+    return before
+
+
+def test_a_copy_puts_back_the_manifest_that_snakemake_deleted(job, monkeypatch):
+    """The first copy finished while this one stood in SLURM's queue."""
+    before = finish(job)
+    text = job.output.read_text()
+    job.output.unlink()
+    monkeypatch.setenv("POSTTRAIN_SUBMITTED", str(before))
+    ran = []
+    assert cli.run(Config, ran.append, ["--output", str(job.output)]) == 0
+    assert not ran and job.output.read_text() == text
+
+
+def test_a_job_that_was_asked_for_after_the_first_had_finished_runs(job, monkeypatch):
+    finish(job)
+    job.output.unlink()
+    ran = []
+    assert cli.run(Config, ran.append, ["--output", str(job.output)]) == 0 and len(ran) == 1  # asked for now
+    monkeypatch.setenv("POSTTRAIN_SUBMITTED", str(time.time() + 5))
+    assert cli.run(Config, ran.append, ["--output", str(job.output)]) == 0 and len(ran) == 2
+
+
+def test_receipts_hold_for_this_configuration_and_whole_artifacts(job):
     file = job.folder / "a.txt"
-    assert not locking.finished(job)
+    assert not receipts.redeem(job, 0.0)
     file.write_text("x")
-    manifest.publish(job, {}, [file])
-    assert locking.finished(job) and not locking.finished(job.model_copy(update={"depth": 2}))
+    before = finish(job, file)
+    assert receipts.redeem(job, before) and not receipts.redeem(job.model_copy(update={"depth": 2}), before)
     file.write_text("y")
-    assert not locking.finished(job)
+    assert not receipts.redeem(job, before) and not job.output.exists()
+    (job.folder / receipts.NAME).write_text("{")
+    assert not receipts.redeem(job, before)
 
 
-def test_an_old_manifest_is_not_a_result_of_the_copy_that_ran(job):
-    manifest.publish(job, {})
-    old = job.output.stat().st_mtime - 25 * 3600
-    os.utime(job.output, (old, old))
-    assert not locking.finished(job)
+def test_receipts_hold_for_this_code(job, monkeypatch):
+    monkeypatch.setattr(Config, "__module__", "posttrain.sft.train")
+    monkeypatch.setattr(receipts, "code_digest", lambda module: "one")
+    before = finish(job)
+    assert receipts.redeem(job, before)
+    monkeypatch.setattr(receipts, "code_digest", lambda module: "two")
+    assert not receipts.redeem(job, before)
+
+
+def test_another_manifest_is_not_taken(job):
+    before = finish(job)
+    manifest.publish(job, {"m": 2.0})
+    assert not receipts.redeem(job, before)
 
 
 def test_other_ranks_wait_for_rank_0_of_their_own_run(job, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "old")
-    with locking.exclusive(job):
-        pass
+    (job.folder / locking.NAME).write_text('{"run": "old", "done": true}')
     followed = []
 
     def follow():
@@ -93,12 +132,21 @@ def test_other_ranks_wait_for_rank_0_of_their_own_run(job, monkeypatch):
         assert followed == [False]
 
 
-def test_other_ranks_learn_that_rank_0_waited(job, monkeypatch):
+def test_other_ranks_take_rank_0s_word(job, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
-    (job.folder / locking.NAME).write_text('{"run": "r", "waited": true}')
     monkeypatch.setenv("RANK", "1")
-    with locking.exclusive(job) as waited:
-        assert waited is True
+    for word in (True, False):
+        (job.folder / locking.NAME).write_text(json.dumps({"run": "r", "done": word}))
+        with locking.exclusive(job) as done:
+            assert done is word
+
+
+def test_a_run_of_the_same_id_does_not_follow_an_older_one(job, monkeypatch):
+    """As after SLURM put a job back into the queue: its id, which names the run of several nodes, stays the same."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
+    with locking.exclusive(job):
+        assert json.loads((job.folder / locking.NAME).read_text())["run"] == "77"
+    assert (job.folder / locking.NAME).read_text() == ""
 
 
 def test_a_rank_without_torchrun_passes_through(job, monkeypatch):

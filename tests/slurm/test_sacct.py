@@ -37,3 +37,10 @@ def test_other_questions_pass_through(ask):
 def test_no_jobs_and_failures(ask):
     assert ask("", *QUERY).stdout == "" and ask("", *QUERY).returncode == 0
     assert ask("", *QUERY, code=3).returncode == 3
+
+
+def test_a_path_that_leads_back_to_itself_ends(ask, tmp_path):
+    (tmp_path / "link").symlink_to(SHIM)
+    path = os.pathsep.join([str(tmp_path / "link"), "/usr/bin", "/bin"])
+    done = subprocess.run(["sacct", "-j", "1"], env={"PATH": path}, capture_output=True, check=False, timeout=20)
+    assert done.returncode == 127

@@ -141,10 +141,8 @@ def allocation(stage, method):
     common = {
         "nodes": need.nodes,
         "gpu": need.nodes * need.gpus,
-        "mem_mb": lambda wildcards, attempt: int(
-            need.mem_gb * 1024 * 1.5 ** (attempt - 1)
-        ),
-        "runtime": lambda wildcards, attempt: max(1, int(need.hours * 60 * attempt)),
+        "mem_mb": lambda wildcards, attempt: need.megabytes(attempt),
+        "runtime": lambda wildcards, attempt: need.minutes(attempt),
         "flags": flags,
     }
     if need.nodes == 1:

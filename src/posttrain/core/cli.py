@@ -13,7 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 
-from posttrain.core import locking, manifest
+from posttrain.core import locking, manifest, receipts
 from posttrain.core.config import JobConfig, flag_name, is_scalar, roles, validate
 from posttrain.core.errors import EXIT_TEMPORARY, EXIT_USER_ERROR, TimeLimitReached, UserError, nearest
 
@@ -75,11 +75,12 @@ def run(config: type[JobConfig], main: Callable[[JobConfig], None], arguments: S
             raise UserError(f"{job.folder} cannot be created ({error.strerror}); change its owner or output.") from None
         if not os.access(job.folder, os.W_OK) or _read_only(job.folder):
             raise UserError(f"{job.folder} is not writable; change its owner or permissions, then run again.")
-        with locking.exclusive(job) as waited:
-            if waited and locking.finished(job):
+        with locking.exclusive(job) as done:
+            if done:
                 print(f"{job.output} was finished by the other process; nothing is left to do.", flush=True)
                 return 0
             main(job)
+            receipts.leave(job)
     except UserError as error:
         return _fail(str(error), EXIT_USER_ERROR)
     except TimeLimitReached as reached:

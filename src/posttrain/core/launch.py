@@ -7,6 +7,7 @@ as Snakemake and its SLURM executor do. Standard library only: this costs millis
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -52,13 +53,17 @@ def command(
     if nodes == 1:
         return [*run, "--standalone", f"--nproc-per-node={workers}", "-m", "--", module, *arguments]
     port = 20000 + int(job_id or "0") % 20000
+    # The static rendezvous puts rank 0, its store and $head on one node; c10d may part them, and rank 0, which measures for
+    # long after the others have left, would lose the store.
     inner = [
         *run,
         f"--nnodes={nodes}",
         f"--nproc-per-node={workers}",
-        "--rdzv-backend=c10d",
+        "--rdzv-backend=static",
         f"--rdzv-id={job_id or 'local'}",
-        "--rdzv-endpoint=$head:" + str(port),
+        "--node-rank=$SLURM_NODEID",
+        "--master-addr=$head",
+        f"--master-port={port}",
         "-m",
         "--",
         module,
@@ -67,8 +72,11 @@ def command(
     # A node's name need not be a host's name; NodeAddr is what SLURM itself reaches it by.
     first = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); '
     first += 'head=$(scontrol --oneliner show node "$head" | grep -o "NodeAddr=[^ ]*" | cut -d = -f 2); '
-    script = f"{first}exec " + " ".join(word if word.startswith("--rdzv-endpoint=") else shlex.quote(word) for word in inner)
+    script = f"{first}exec " + " ".join(
+        word if word in ("--node-rank=$SLURM_NODEID", "--master-addr=$head") else shlex.quote(word) for word in inner
+    )
     geometry = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={threads}"]
+    geometry += ["--kill-on-bad-exit=1", "--wait=0"]  # a node that fails ends all; one that is done first waits for rank 0
     return ["srun", *geometry, *([f"--gpus-per-node={cards}"] if cards else []), "bash", "-c", script]
 
 
@@ -78,17 +86,23 @@ def environment(threads: int, workers: int) -> dict[str, str]:
     return {**dict.fromkeys(THREAD_VARIABLES, share), "TOKENIZERS_PARALLELISM": "false"}
 
 
-def time_left(job_id: str) -> float | None:
-    """Minutes until SLURM ends this job, which began before this process; None if SLURM does not say."""
-    words = ["squeue", "--noheader", "--job", job_id, "--format", "%L"]
+def slurm_times(job_id: str) -> tuple[float | None, float | None]:
+    """(minutes until SLURM ends this job, when it was submitted in seconds since the epoch); None for what it does not say."""
+    words = ["squeue", "--noheader", "--array-unique", "--job", job_id, "--format", "%A|%L|%V"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-        days, _, clock = said.rpartition("-")
-        parts = [int(part) for part in clock.split(":")]
-        seconds = sum(part * 60**power for power, part in enumerate(reversed(parts)))
-    except (OSError, subprocess.SubprocessError, ValueError):  # no squeue here, no limit, an answer of another kind
-        return None
-    return (int(days or 0) * 86400 + seconds) / 60
+        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+        rows = [line.split("|") for line in said.split()]
+        _, clock, when = next(row for row in rows if row[0] == job_id)
+    except (OSError, subprocess.SubprocessError, ValueError, StopIteration):  # no squeue here, or an answer of another kind
+        return None, None
+    left = submitted = None
+    with contextlib.suppress(ValueError):  # UNLIMITED
+        days, _, clock = clock.rpartition("-")
+        seconds = sum(int(part) * 60**power for power, part in enumerate(reversed(clock.split(":"))))
+        left = (int(days or 0) * 86400 + seconds) / 60
+    with contextlib.suppress(ValueError):
+        submitted = time.mktime(time.strptime(when, "%Y-%m-%dT%H:%M:%S"))
+    return left, submitted
 
 
 def time_limit(minutes: int, left: float | None = None) -> float:
@@ -129,10 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = command(module, flags, **values, job_id=slurm_job)
     os.environ.update(environment(values["threads"], values["gpus"] // values["nodes"]))
     if slurm_job and minutes:  # elsewhere nobody ends a job
-        os.environ["POSTTRAIN_MAX_MINUTES"] = str(time_limit(minutes, time_left(slurm_job)))
+        left, submitted = slurm_times(slurm_job)
+        os.environ["POSTTRAIN_MAX_MINUTES"] = str(time_limit(minutes, left))
         os.environ["POSTTRAIN_STARTED"] = str(time.time())
+        if submitted:
+            os.environ["POSTTRAIN_SUBMITTED"] = str(submitted)
     print(shlex.join(shown), flush=True)
-    if not slurm_job and (cards := slots.take(values["gpus"])):
+    # A job of SLURM's sees its own cards; several jobs inside one allocation share them as on a machine without SLURM.
+    shared = not slurm_job or (values["nodes"] == 1 and len(slots.visible()) > values["gpus"])
+    if shared and (cards := slots.take(values["gpus"])):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
     warm = os.environ.get("POSTTRAIN_WARM")
     if warm and words[1:3] == ["-m", module]:

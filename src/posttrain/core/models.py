@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,8 +123,9 @@ def drop_tied_copies(folder: Path, model: PreTrainedModel) -> list[str]:
 
 
 def place(model: PreTrainedModel, device: str = "auto") -> PreTrainedModel:
-    """Move to a device; `auto` is the GPU if there is one."""
+    """Move to a device; `auto` is this process's GPU if there is one."""
     import torch
 
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    name = (own if torch.cuda.is_available() else "cpu") if device == "auto" else device
     return model.to(name)

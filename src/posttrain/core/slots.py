@@ -1,7 +1,7 @@
 """Cards for local jobs: one trainer per card, whatever number of jobs Snakemake starts at once.
 
-Snakemake counts GPUs but does not say which; without this every local job lands on card 0. On SLURM the scheduler sets
-CUDA_VISIBLE_DEVICES and nothing is done here. Standard library only.
+Snakemake counts GPUs but does not say which; without this every local job lands on card 0. A SLURM job sees exactly its
+cards, and nothing is done here. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def visible() -> list[str]:
 
 
 def folder() -> Path:
-    """Where the locks lie: one folder per user, on this machine's own disk."""
-    return Path(tempfile.gettempdir()) / f"posttrain-cards-{os.getuid()}"
+    """Where the locks lie: one folder per user, on this machine's own disk; in a SLURM allocation, whose cards may be
+    numbered from 0 again, one of its own."""
+    inside = os.environ.get("SLURM_JOB_ID")
+    return Path(tempfile.gettempdir()) / f"posttrain-cards-{os.getuid()}{f'-{inside}' if inside else ''}"
 
 
 def lock(card: str) -> int | None:

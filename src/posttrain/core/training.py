@@ -15,13 +15,12 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.core import config as configs
 from posttrain.core import manifest
-from posttrain.core.codes import code_digest
 from posttrain.core.config import JobConfig, key
 from posttrain.core.distributed import start_deepspeed
 from posttrain.core.errors import TimeLimitReached, UserError
 from posttrain.core.models import drop_tied_copies
+from posttrain.core.receipts import job_digest
 from posttrain.core.tracking import Tracker
 
 MARKER = "complete.json"
@@ -118,18 +117,6 @@ def minutes_allowed(job: TrainingConfig) -> float | None:
     limits = [job.max_minutes, float(os.environ.get("POSTTRAIN_MAX_MINUTES", "inf"))]
     limit = min(value for value in limits if value is not None)
     return None if math.isinf(limit) else limit
-
-
-def job_digest(job: JobConfig) -> str:
-    """Names configuration, inputs and code of a job; checkpoints of another digest are never used."""
-    paths = {n: getattr(job, n) for n, role in configs.roles(type(job)).items() if role == "input"}
-    module = type(job).__module__
-    if module == "__main__":
-        module = sys.modules["__main__"].__spec__.name
-    parts = [configs.settings(job), manifest.input_digests(paths), code_digest(module)]
-    if deepspeed := deepspeed_path(getattr(job, "deepspeed", None)):
-        parts.append(manifest.sha256(Path(deepspeed)))
-    return configs.digest(parts)[:12]
 
 
 def checkpoint_folder(job: JobConfig) -> Path:
