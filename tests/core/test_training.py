@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.core import training
+from posttrain.core import receipts, training
 from posttrain.core.config import key
 from posttrain.core.errors import TimeLimitReached, UserError
 from posttrain.core.tracking import Tracker, read_history
@@ -130,15 +130,10 @@ def test_folder_names_configuration_and_inputs(output, tmp_path):
 
 
 def test_folder_names_code(output, monkeypatch):
+    monkeypatch.setattr(Config, "__module__", "posttrain.sft.train")
     first = training.checkpoint_folder(job(output))
-    monkeypatch.setattr(training, "code_digest", lambda module: f"other code of {module}")
+    monkeypatch.setattr(receipts, "code_digest", lambda module: f"other code of {module}")
     assert training.checkpoint_folder(job(output)) != first
-
-
-@pytest.fixture(autouse=True)
-def code(monkeypatch):
-    """This test module is no part of the package, so its code has no digest."""
-    monkeypatch.setattr(training, "code_digest", lambda module: module)
 
 
 # --- arguments ------------------------------------------------------------------------------------------------
