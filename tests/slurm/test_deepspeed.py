@@ -116,7 +116,8 @@ def test_two_nodes(session, one_process, show):
         nodes, tres, cpus = project.account(job, "NNodes", "AllocTRES", "NCPUS")
         assert (nodes, cpus) == ("2", "4") and "gres/gpu=2" in tres, tres
     log = (project.folder / "logs/test/sft/train/zero3-sft.seed0.log").read_text()
-    assert log.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --gpus-per-node=1")
+    geometry = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --kill-on-bad-exit=1 --wait=0 --gpus-per-node=1"
+    assert log.startswith(geometry)
 
 
 def test_allocations_of_one_node(session):
