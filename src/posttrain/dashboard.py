@@ -14,7 +14,7 @@ from pathlib import Path
 from posttrain.core import config as configs
 from posttrain.core.errors import UserError
 from posttrain.report import dashboard, panels
-from posttrain.study import Study
+from posttrain.study import Study, settings_named
 
 
 def draw(study: Study) -> Path:
@@ -50,12 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--wandb", action="store_true", help="create a W&B workspace too (needs wandb-workspaces and a key)")
     given = parser.parse_args(arguments)
     try:
-        values = {**configs.read_yaml("configs/config.yaml"), "tier": given.tier}
-        if given.seeds:
-            if not all(part.strip().isdigit() for part in given.seeds.split(",")):
-                raise UserError(f"--seeds {given.seeds}: give whole numbers, for example 0,1,2.")
-            values["seeds"] = [int(part) for part in given.seeds.split(",")]
-        study = Study(values)
+        study = Study(settings_named(given.tier, given.seeds))
         print(f"Dashboard: {draw(study)} (open it in a browser)", flush=True)
         if given.wandb:
             print(f"Workspace: {send(study)}")

@@ -28,7 +28,7 @@ from posttrain.cost import (
     training_flops,
     training_memory,
 )
-from posttrain.study import Study, methods
+from posttrain.study import Study, methods, settings_named
 
 GB = 1e9
 OVERHEAD_LENGTH = 512  # where sft/overhead.py cuts its traces
@@ -320,12 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", help="for example 0,1,2; default: configs/config.yaml")
     given = parser.parse_args(arguments)
     try:
-        values = {**configs.read_yaml("configs/config.yaml"), "tier": given.tier}
-        if given.seeds:
-            if not all(part.strip().isdigit() for part in given.seeds.split(",")):
-                raise UserError(f"--seeds {given.seeds}: give whole numbers, for example 0,1,2.")
-            values["seeds"] = [int(part) for part in given.seeds.split(",")]
-        print(render(Plan(Study(values))))
+        print(render(Plan(Study(settings_named(given.tier, given.seeds)))))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

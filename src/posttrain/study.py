@@ -102,6 +102,18 @@ def read_revisions(path: Path) -> dict[str, str]:
     return found
 
 
+def settings_named(tier: str | None, seeds: str | None) -> dict[str, Any]:
+    """configs/config.yaml with what a command line names instead: a tier, seeds as in `0,1,2`."""
+    values = dict(configs.read_yaml("configs/config.yaml"))
+    if tier:
+        values["tier"] = tier
+    if seeds:
+        if not all(part.strip().isdigit() for part in seeds.split(",")):
+            raise UserError(f"--seeds {seeds}: give whole numbers, for example 0,1,2.")
+        values["seeds"] = [int(part) for part in seeds.split(",")]
+    return values
+
+
 class Study:
     """One tier with its seeds. `values` is the merged content of configs/config.yaml and --config."""
 

@@ -28,7 +28,7 @@ from posttrain.core import codes, manifest
 from posttrain.core import config as configs
 from posttrain.core.errors import UserError
 from posttrain.diff import changes, plural, text
-from posttrain.study import Study, config_class, methods
+from posttrain.study import Study, config_class, methods, settings_named
 
 STORE = Path(".snakemake")
 JOB = re.compile(r"^\w+ \d+: (?P<message>.*)\nReason: (?P<reason>.*)\nShell command: (?P<command>.*)$", re.M)
@@ -356,13 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default="all", help="rule or file to make")
     given = parser.parse_args(arguments)
     try:
-        values = configs.read_yaml("configs/config.yaml")
-        values |= {"tier": given.tier} if given.tier else {}
-        if given.seeds:
-            if not all(part.strip().isdigit() for part in given.seeds.split(",")):
-                raise UserError(f"--seeds {given.seeds}: give whole numbers, for example 0,1,2.")
-            values["seeds"] = [int(part) for part in given.seeds.split(",")]
-        print(explain(given.target, values))
+        print(explain(given.target, settings_named(given.tier, given.seeds)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
