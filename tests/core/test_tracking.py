@@ -157,9 +157,14 @@ def test_other_ranks_write_nothing(job, monkeypatch, wandb):
     assert not list(job.folder.iterdir()) and not hasattr(wandb, "options")
 
 
-def test_wandb_is_not_imported_when_disabled(job, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
-    Tracker(job).log(1, {"loss": 1.0})
+def test_wandb_is_not_imported_when_disabled(job, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise, and a tracker that caught that would say so
+    tracker = Tracker(job)
+    tracker.log(1, {"loss": 1.0})
+    assert tracker.run is None and capsys.readouterr().err == ""
+    monkeypatch.setenv("POSTTRAIN_WANDB_MODE", "offline")
+    Tracker(job)
+    assert "warning: W&B" in capsys.readouterr().err
 
 
 def test_what_wandb_is_told(job, monkeypatch, wandb):
