@@ -91,6 +91,7 @@ def stop_at_skill(model, tokenizer, job: Config):
 
     class StopAtSkill(TrainerCallback):
         reached: float | None = None
+        looked_at = len(items)
 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step % job.stop_every == 0:
@@ -137,7 +138,7 @@ def main(job: Config) -> None:
     loss, count = held_out_loss(model, rows(job.mix, "validation", job.length, tokenizer.pad_token_id))
     metrics = {"validation/loss": manifest.Metric(value=loss, n=count), "parameters": model.num_parameters()}
     if watch:
-        metrics |= {"skill_at_stop": manifest.Metric(value=watch.reached, n=job.stop_items), "steps": steps}
+        metrics |= {"skill_at_stop": manifest.Metric(value=watch.reached, n=watch.looked_at), "steps": steps}
     tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})
     manifest.publish(job, metrics, [*files, tracker.path])
     discard_checkpoints(job)
