@@ -175,3 +175,17 @@ def test_skill_is_the_share_of_right_answers_on_validation_items(world, tmp_path
     job = stopping(world, tmp_path, stop_skill=0.6, task=world.task)
     model, tokenizer = models.load(world.base), models.load_tokenizer(world.base)
     assert scratch.skill(model, tokenizer, items, job, "hash") == pytest.approx(1 / 3)
+
+
+def test_looking_at_the_skill_leaves_the_random_state_and_the_mode(world, tmp_path):
+    import torch
+
+    from posttrain.core import tables
+
+    items = tables.read(world.task.parent / "items.parquet", None, [("split", "=", "validation")])[:4]
+    model, tokenizer = models.load(world.base), models.load_tokenizer(world.base)
+    model.train()
+    torch.manual_seed(123)
+    before = torch.random.get_rng_state()
+    scratch.skill(model, tokenizer, items, stopping(world, tmp_path, stop_skill=0.6, task=world.task), "hash")
+    assert torch.equal(torch.random.get_rng_state(), before) and model.training

@@ -98,6 +98,10 @@ def results(tmp_path) -> Path:
         for checkpoint, skill in {"sft_sft": 8, "sft_good": 4, "rl_sft": 12, "rl_good": 6}.items():  # the same order twice
             rows = [{"id": str(i), "n": 16, "correct": int(skill + rng.integers(-2, 3))} for i in range(80)]
             publish(f"evaluate/reasoning/flat-{checkpoint}", seed, rows, "items.parquet")
+        # After RL the order is sure; before it `sft` is ahead in one seed, behind in another.
+        for checkpoint, skill in {"sft_sft": (10, 7, 8)[seed], "sft_good": 8, "rl_sft": 4, "rl_good": 12}.items():
+            rows = [{"id": str(i), "n": 16, "correct": int(skill + rng.integers(-2, 3))} for i in range(80)]
+            publish(f"evaluate/reasoning/noisy-{checkpoint}", seed, rows, "items.parquet")
         for i, arm in enumerate(ARMS):
             publish(
                 f"sft/train/task-{arm}", seed, [{"nll": 1.0 + i + rng.normal(0, 0.1)} for _ in range(60)], "validation.parquet"
@@ -111,6 +115,7 @@ m:
   rank: {statement: s, paper_value: p, source: q, kind: reversal, task: task, score: accuracy, arms: [sft, good, better], smallest_effect: 0.05, scope: z}
   nll: {statement: s, paper_value: p, source: q, kind: reversal, task: task, score: likelihood, arms: [sft, good, better], smallest_effect: 0.05, scope: z}
   same: {statement: s, paper_value: p, source: q, kind: reversal, task: flat, score: accuracy, arms: [sft, good], smallest_effect: 0.05, scope: z}
+  noisy: {statement: s, paper_value: p, source: q, kind: reversal, task: noisy, score: accuracy, arms: [sft, good], smallest_effect: 0.05, scope: z}
   cost: {statement: s, paper_value: p, source: q, kind: overhead, task: task, arm: pear_token, baseline: sft, bound: 1.05, scope: z}
   other: {statement: s, paper_value: p, source: q, kind: difference, task: elsewhere, arm: rl_a, baseline: rl_b, scope: z}
   big: {statement: s, paper_value: p, source: q, kind: not_testable, scope: needs a cluster}
@@ -149,6 +154,8 @@ def test_rows(results):
         assert float(found[name]["estimate"]) == pytest.approx(0.5, abs=0.03)
     assert found["nll"]["n"] == "240"  # all test items, though there are fewer validation traces
     assert found["same"]["verdict"] == "inconclusive" and float(found["same"]["estimate"]) < 0
+    assert float(found["noisy"]["ci_low"]) > 0.05 and found["noisy"]["verdict"] == "inconclusive"
+    assert "the difference in SFT score is within it" in found["noisy"]["reason"]
     assert float(found["cost"]["estimate"]) == pytest.approx(1.02, abs=0.01) and found["cost"]["verdict"] == "replicated"
     assert found["other"]["verdict"] == "not testable here" and "no evaluate/reasoning/elsewhere-rl_a" in found["other"]["reason"]
     assert found["big"]["reason"] == "needs a cluster" and found["big"]["estimate"] == ""
