@@ -31,7 +31,7 @@ await() { # await SECONDS WHAT COMMAND...
 install_packages() {
     command -v apt-get > /dev/null || fail "no apt-get here: install slurmctld, slurmd, slurmdbd, munge and mariadb-server yourself"
     apt-get update -q
-    DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends slurm-wlm slurmdbd munge mariadb-server
+    DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends slurm-wlm slurmdbd munge mariadb-server bindfs
 }
 
 write_configuration() {

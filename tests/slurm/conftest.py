@@ -24,6 +24,7 @@ from tests.project import ROOT, Project
 SCRIPT = Path(__file__).parent / "cluster.sh"
 SFT = "results/test/sft/train/two_style-sft/seed0/manifest.json"
 REQUIRED = os.environ.get("POSTTRAIN_REQUIRE_CLUSTER") == "1"
+PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "bindfs")
 DEEPSPEED = ROOT / ".deepspeed"
 
 
@@ -45,9 +46,11 @@ def slurm(*words: str) -> str:
 def cluster(tmp_path_factory) -> Iterator[Path]:
     """Folder of a running cluster."""
     path = os.environ["PATH"] + ":/usr/sbin"
-    missing = [name for name in ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd") if not shutil.which(name, path=path)]
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
     if missing:
-        unavailable(f"SLURM is not installed ({', '.join(missing)} missing); `{SCRIPT.relative_to(ROOT)} install` as root")
+        unavailable(
+            f"what the cluster tests need is not installed ({', '.join(missing)} missing); `{SCRIPT.relative_to(ROOT)} install` as root"
+        )
     if os.getuid() != 0:
         unavailable("the test cluster's slurmd must run as root")
     folder = tmp_path_factory.mktemp("slurm")
@@ -212,6 +215,14 @@ def without_accounting(project: Cluster) -> None:
     project.start(SFT, "--slurm-status-command", "squeue", PATH=path)
 
 
+def slow_logs(project: Cluster) -> None:
+    """`logs` on a file system that takes 300 bytes a second, for the driver, SLURM and the job alike."""
+    for name in ("logs", "slow"):
+        (project.folder / name).mkdir(exist_ok=True)
+    subprocess.run(["bindfs", "--write-rate=300", project.folder / "slow", project.folder / "logs"], check=True, timeout=30)
+    project.start(SFT)
+
+
 def deepspeed_tasks(project: Cluster, nodes: int, gpus: int) -> None:
     """One task per ZeRO stage on the same data, and two processes."""
     stages = ("plain", "zero1", "zero2", "zero3")
@@ -264,6 +275,7 @@ SCENARIOS: dict[str, tuple[Callable[[Cluster], None], str]] = {
     "driver_killed": (driver_killed, "cpu"),
     "refused": (refused, "no_such_partition"),
     "without_accounting": (without_accounting, "cpu"),
+    "slow_logs": (slow_logs, "cpu"),
     "one_node": (one_node, "gpu"),
     "two_nodes": (two_nodes, "gpu"),
 }
@@ -301,3 +313,4 @@ def session(cluster, prepared, project, tmp_path_factory) -> Iterator[Session]:
     for project in found.projects.values():
         if hasattr(project, "driver") and project.driver.poll() is None:
             project.driver.kill()
+    subprocess.run(["umount", "--lazy", found.projects["slow_logs"].folder / "logs"], capture_output=True, check=False)

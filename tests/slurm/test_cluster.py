@@ -25,6 +25,16 @@ def test_status_from_squeue_without_accounting(session):
     assert (project.folder / SFT).is_file() and len(project.jobs()) == 1
 
 
+def test_slow_log_directory_delays_the_job_and_nothing_else(session):
+    project = session["slow_logs"]
+    assert project.ends() == 0, project.output()[-3000:]
+    (job,) = project.jobs()  # late log lines are no reason to submit it again
+    assert project.account(job, "State") == ["COMPLETED"]
+    (slurms,) = (project.folder / "logs/slurm").rglob("*.log")
+    assert "1 of 1 steps (100%) done" in slurms.read_text() and project.steps() == list(range(1, 13))
+    assert {file.name for file in (project.folder / "slow").iterdir()} == {"slurm", "test"}  # they were on it indeed
+
+
 def test_cancelled_job_is_submitted_again_and_resumes(session):
     project = session["cancelled"]
     assert project.ends() == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import struct
 import time
 import zlib
@@ -180,3 +182,44 @@ def test_a_server_that_cannot_be_reached_costs_seconds_not_the_job(offline, tmp_
     assert done.stderr.count("warning: W&B") == 1 and "the run is kept offline" in done.stderr and KEY not in done.stderr
     (kept,) = segments(tmp_path)
     assert kept.steps == list(range(1, 13))  # `wandb sync` still has all of it
+
+
+def test_artifacts_and_their_links_are_the_rule_graph(offline):
+    """The lineage that W&B would be sent, from the manifests, against the edges of Snakemake's own graph of jobs."""
+    table = offline.results / "report" / "wandb_sync.tsv"
+    done = offline.snakemake("wandb_sync")
+    assert done.returncode != 0 and "needs a key" in done.stdout + done.stderr and not table.exists()
+    planned = offline.snakemake("-n", "--force", "wandb_sync", "--printshellcmds")
+    (command,) = {line.strip() for line in (planned.stdout + planned.stderr).splitlines() if "report.wandb_sync" in line}
+    words = shlex.split(command.split(" -- ")[1].split(" > ")[0])[1:]
+    assert offline.call("-m", "posttrain.report.wandb_sync", *words, "--dry-run", "true").returncode == 0
+    rows = [line.split("\t") for line in table.read_text().splitlines()[1:]]
+    sent = {(used.rpartition(":")[0], name) for name, _, _, uses in rows for used in uses.split()}
+
+    planned = offline.snakemake("-n", "--forceall", "wandb_sync", "--printshellcmds")
+    name = {str(Path("results/test", *i, "manifest.json")): f"test-{'-'.join(i)}" for i in identities(offline.results)}
+    graph, made = set(), []
+    for line in (planned.stdout + planned.stderr).splitlines():
+        paths = re.findall(r"results/test/\S*?manifest\.json", line) if " --output " in line else []
+        output = re.search(r"--output (\S+)", line)
+        if output and output[1] in name:
+            made.append(name[output[1]])
+            graph |= {(name[path], name[output[1]]) for path in paths if path != output[1]}
+    assert len(made) == len(rows) > 10 and sent == graph and sorted(row[0] for row in rows) == sorted(made)
+    table.unlink()
+
+
+def test_artifacts_for_a_server_that_cannot_be_reached_are_one_sentence(offline):
+    found = str(next(offline.results.glob("data/tasks/*/seed0/manifest.json")))
+    words = ["--root", str(offline.results), "--targets", json.dumps([found]), "--output", str(offline.results / "report/x.tsv")]
+    started = time.monotonic()
+    online = {"POSTTRAIN_WANDB_MODE": "offline", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": KEY}
+    done = offline.call("-m", "posttrain.report.wandb_sync", *words, **online)
+    assert done.returncode == 2 and time.monotonic() - started < 120
+    assert "error: W&B did not take an artifact" in done.stderr and "goes on where it stopped" in done.stderr
+    assert KEY not in done.stderr and "Traceback" not in done.stderr and not (offline.results / "report/x.tsv").exists()
+
+
+def identities(root: Path) -> list[tuple[str, ...]]:
+    """(stage, method, variant, seed<k>) of every finished job."""
+    return [path.relative_to(root).parts[:-1] for path in root.glob("*/*/*/seed*/manifest.json")]

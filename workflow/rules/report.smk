@@ -198,3 +198,37 @@ rule dashboard:
             "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
             " --tasks {params.tasks:q} --gpus {params.gpus:q} --output {output.html:q}",
         )
+
+
+# Not part of `all`: `snakemake wandb_sync`, on a machine that reaches W&B.
+rule wandb_sync:
+    input:
+        evaluations("reasoning"),
+        evaluations("retention"),
+        of_method("sft", "overhead"),
+    output:
+        table=f"{ROOT}/report/wandb_sync.tsv",
+    log:
+        f"logs/{study.tier}/report/wandb_sync.log",
+    benchmark:
+        f"benchmarks/jobs/{study.tier}/report/wandb_sync.tsv"
+    localrule: True
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: 1
+    resources:
+        nodes=1,
+        gpu=0,
+        mem_mb=2000,
+        runtime=600,
+    params:
+        root=lambda wildcards, output: str(Path(output.table).parents[1]),
+        targets=lambda wildcards, input: canonical([str(path) for path in input]),
+        code=lambda wildcards: code_digest("posttrain.report.wandb_sync"),
+    message:
+        "Send artifacts and their lineage to W&B"
+    shell:
+        launched(
+            "posttrain.report.wandb_sync",
+            "--root {params.root:q} --targets {params.targets:q} --output {output.table:q}",
+        )

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,13 @@ def check_key(value: str) -> None:
 
 def run_id(job: JobConfig) -> str:
     """Letters, digits and dashes only; the same for every attempt at the same job."""
+    return id_of([tier_of(job), *identity(job.output)], configs.settings(job))
+
+
+def id_of(parts: Sequence[str | int], settings: Mapping[str, Any]) -> str:
+    """The run id of a job by tier, stage, method, variant, seed and its settings (the `config` of its manifest)."""
     epoch = os.environ.get("POSTTRAIN_WANDB_EPOCH", "0")  # a deleted run id cannot be used again: raise this
-    parts = [tier_of(job), *identity(job.output)]
-    return configs.digest(["/".join(map(str, parts)), configs.settings(job), epoch])[:16]
+    return configs.digest(["/".join(map(str, parts)), settings, epoch])[:16]
 
 
 def tier_of(job: JobConfig) -> str:
