@@ -28,7 +28,7 @@ from posttrain.cost import (
     training_flops,
     training_memory,
 )
-from posttrain.study import Study, methods, settings_named
+from posttrain.study import STAGES, Study, methods, settings_named
 
 GB = 1e9
 OVERHEAD_LENGTH = 512  # where sft/overhead.py cuts its traces
@@ -81,22 +81,13 @@ class Plan:
         self.hardware: Hardware = configs.validate(Hardware, configs.read_yaml(path), str(path))
 
     def inputs(self, reference: str) -> dict[str, Any]:
-        """{input key: reference, or several by name} of a job, with those that the rules add."""
+        """{input key: reference, or several by name} of a job."""
         stage, method, variant = reference.split("/")
-        values = variant.split("-")
-        found = self.study.references(stage, method, values)
-        if stage == "rl":
-            found["start"] = self.study.checkpoint(values[0], "base" if values[1] == "base" else f"sft_{values[1]}")
-        if stage == "evaluate":
-            found["model"] = self.study.checkpoint(*values)
-        return found
+        return self.study.references(stage, method, variant.split("-"))
 
     def jobs(self) -> dict[str, int]:
         """{reference: jobs} of everything that `all` builds, seeds counted, in the order of the stages."""
-        queue = [
-            f"evaluate/{m}/{task}-{name}" for m in self.study.sections["evaluate"] for task, name in self.study.evaluations(m)
-        ]
-        queue += [f"sft/overhead/{task}" for task in self.study.names("sft", "overhead", "task")]
+        queue = self.study.measurements()
         seen: dict[str, int] = {}
         while queue:
             reference = queue.pop()
@@ -105,7 +96,7 @@ class Plan:
                 seen[reference] = len(self.study.seeds) if methods(stage)[method].seeded else 1
                 for value in self.inputs(reference).values():
                     queue += value.values() if isinstance(value, dict) else [value]
-        order = [f"{stage}/{method}" for stage in ("data", "base", "sft", "rl", "evaluate") for method in methods(stage)]
+        order = [f"{stage}/{method}" for stage in STAGES for method in methods(stage)]
         return {r: seen[r] for r in sorted(seen, key=lambda r: (order.index(r.rpartition("/")[0]), r))}
 
     def job(self, reference: str) -> JobConfig:

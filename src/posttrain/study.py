@@ -28,7 +28,7 @@ from posttrain.core.errors import UserError, nearest
 from posttrain.core.manifest import NAME
 from posttrain.core.methods import Method, Resources
 
-STAGES = ("data", "base", "sft", "rl", "evaluate", "report")
+STAGES = ("data", "base", "midtrain", "sft", "rl", "evaluate", "report")
 REVISIONS = "revisions.yaml"  # of a tier: {hub repo: commit}, written by `make pin`, fills a revision that a block leaves out
 
 
@@ -202,9 +202,18 @@ class Study:
         return str(self.root / reference / f"seed{seed if methods(parts[0])[parts[1]].seeded else 0}" / NAME)
 
     def references(self, stage: str, method: str, values: Iterable[str]) -> dict[str, Any]:
-        """Input keys that the YAML sets, still as references."""
-        merged = self._merged(stage, method, tuple(values))
-        return {n: merged[n] for n, r in configs.roles(config_class(stage, method)).items() if r == "input" and merged.get(n)}
+        """Input keys that the YAML sets, still as references, and those that follow from the names of the axes."""
+        values = tuple(values)
+        merged = self._merged(stage, method, values)
+        found = {n: merged[n] for n, r in configs.roles(config_class(stage, method)).items() if r == "input" and merged.get(n)}
+        if "-" in values:  # the name of an open axis is not known yet
+            return found
+        if (stage, method) == ("rl", "grpo") and "start" not in found:
+            task, start = values
+            found["start"] = self.checkpoint(task, "base" if start == "base" else f"sft_{start}")
+        if stage == "evaluate" and methods(stage)[method].axes == ("task", "checkpoint") and "model" not in found:
+            found["model"] = self.checkpoint(*values)
+        return found
 
     def inputs(self, stage: str, method: str, values: Iterable[str], seed: int | str) -> dict[str, Any]:
         """Input keys as manifest paths; a key that holds several becomes a list in the order of sorted names."""
@@ -302,11 +311,27 @@ class Study:
         return ["base", *(f"sft_{arm}" for arm in self.arms), "rl_base", *(f"rl_{arm}" for arm in self.arms)]
 
     def evaluations(self, method: str) -> list[tuple[str, str]]:
-        """(task, checkpoint) pairs that `all` evaluates: every checkpoint of every compared task, and named models."""
-        tasks = self.names("evaluate", method, "task")
-        pairs = [(task, name) for task in tasks if task in self.tasks for name in self.checkpoints]
-        named = self.names("evaluate", method, "checkpoint")
-        return pairs + [(task, name) for task in tasks if task not in self.tasks for name in named]
+        """(task, checkpoint) pairs that `all` evaluates: every checkpoint of every compared task, and the named models of a
+        group on the tasks of that group."""
+        section = self.sections["evaluate"].get(method)
+        if section is None:
+            return []
+        pairs = [(task, name) for task in section.task if task in self.tasks for name in self.checkpoints]
+        named = [(task, name) for task in section.task if task not in self.tasks for name in section.checkpoint]
+        return pairs + [(t, n) for t, n in named if (section.task[t].group or "") == (section.checkpoint[n].group or "")]
+
+    def measurements(self) -> list[str]:
+        """References of everything that ends in a number: evaluations, and all combinations of methods that measure."""
+        found = []
+        for stage in STAGES:
+            for method in self.sections[stage]:
+                axes = methods(stage)[method].axes
+                if stage == "evaluate" and axes == ("task", "checkpoint"):
+                    found += [f"{stage}/{method}/{task}-{name}" for task, name in self.evaluations(method)]
+                elif methods(stage)[method].measures:
+                    lists = [self.names(stage, method, axis) for axis in axes]
+                    found += [f"{stage}/{method}/{'-'.join(values)}" for values in itertools.product(*lists)]
+        return found
 
     def cards(self) -> dict[str, int]:
         """Cards of one job of each stage/method, where there are any."""
@@ -338,22 +363,32 @@ class Study:
         from posttrain.report.ledger import read_claims
         from posttrain.sft.losses import Weighting
 
-        files = [configs.read_yaml(file).get("train") or {} for file in sorted(self.folder.parent.glob("*/sft.yaml"))]
-        tasks = {task for file in files for task in file.get("task") or {}}
-        arms = {arm for file in files for arm in file.get("arm") or {}}
+        def blocks(stage: str, method: str, axis: str) -> set[str]:
+            """Names of an axis in any tier."""
+            files = [configs.read_yaml(file).get(method) or {} for file in sorted(self.folder.parent.glob(f"*/{stage}.yaml"))]
+            return {name for file in files for name in file.get(axis) or {}}
+
+        arms, tasks = blocks("sft", "train", "arm"), blocks("sft", "train", "task")
+        pairwise = [m for m, found in methods("evaluate").items() if found.axes == ("task", "checkpoint")]
         checkpoints = {"base", "rl_base"} | {f"{stage}_{arm}" for stage in ("sft", "rl") for arm in arms}
+        for method in pairwise:
+            checkpoints |= blocks("evaluate", method, "checkpoint")
+            tasks |= blocks("evaluate", method, "task")
         valid = {
             "difference": checkpoints,
+            "at_most": checkpoints,
             "reversal": arms,
             "overhead": set(typing.get_args(Weighting)),
         }
         for method, claims in read_claims(path).items():
             for name, claim in claims.items():
-                if claim.kind == "not_testable":
+                if claim.kind in ("scalar", "rows"):
+                    self.path(claim.reference, 0)
+                if claim.kind not in valid:
                     continue
                 if claim.task not in tasks:
                     raise UserError(f"{path}: {method}.{name}: no tier has the task '{claim.task}'{nearest(claim.task, tasks)}")
-                for arm in filter(None, (claim.arm, claim.baseline, *claim.arms)):
+                for arm in filter(None, (*claim.arms_compared[0], *claim.arms_compared[1], *claim.arms)):
                     if arm not in valid[claim.kind]:
                         raise UserError(f"{path}: {method}.{name}: no tier has '{arm}'{nearest(arm, valid[claim.kind])}")
 

@@ -348,7 +348,8 @@ def values_for(annotation: Any, metadata: list[Any]) -> st.SearchStrategy:
     if origin is tuple:
         return st.tuples(*(values_for(a, []) for a in arguments))
     if origin is dict:
-        return st.dictionaries(WORDS, values_for(arguments[1], []), min_size=1, max_size=3)
+        names = values_for(arguments[0], []) if typing.get_origin(arguments[0]) is Literal else WORDS
+        return st.dictionaries(names, values_for(arguments[1], []), min_size=1, max_size=3)
     if annotation is Any:
         return st.none() | st.booleans() | st.integers(-5, 5) | st.floats(-2, 2) | WORDS
     if issubclass(annotation, BaseModel):

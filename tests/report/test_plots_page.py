@@ -14,7 +14,7 @@ import pytest
 from posttrain.core import manifest, tables
 from posttrain.core.errors import UserError
 from posttrain.core.manifest import Artifact, Manifest, Metric
-from posttrain.report import claims, page, plots
+from posttrain.report import claims, drawing, page, plots
 from posttrain.report.artifacts import Artifacts
 from posttrain.report.ledger import VERDICTS
 
@@ -248,10 +248,10 @@ def test_missing_and_changed_files_are_named(tmp_path):
 
 def test_labels_keep_their_order_and_distance():
     wanted = [0.5, 0.52, 0.51, 0.9, 0.0]
-    places = plots.spread(wanted, 0.1, 0.0, 1.0)
+    places = drawing.spread(wanted, 0.1, 0.0, 1.0)
     assert sorted(range(5), key=wanted.__getitem__) == sorted(range(5), key=places.__getitem__)
     assert min(np.diff(sorted(places))) >= 0.1 - 1e-9 and places[3] == 0.9 and min(places) == 0.0
-    assert max(plots.spread([1.0, 1.0, 1.0], 0.1, 0.0, 1.0)) == pytest.approx(1.0)
+    assert max(drawing.spread([1.0, 1.0, 1.0], 0.1, 0.0, 1.0)) == pytest.approx(1.0)
 
 
 def test_colours_do_not_depend_on_the_plot(world):

@@ -45,7 +45,12 @@ wildcard_constraints:
     task=r"[a-z0-9_]+",
     tokenizer=r"[a-z0-9_]+",
     mix=r"[a-z0-9_]+",
+    facts=r"[a-z0-9_]+",
     model=r"[a-z0-9_]+",
+    lineage=r"[a-z0-9_]+",
+    world=r"[a-z0-9_]+",
+    schedule=r"[a-z0-9_]+",
+    bed=r"[a-z0-9_]+",
     arm=r"[a-z0-9_]+",
     start=r"[a-z0-9_]+",
     checkpoint=r"[a-z0-9_]+",
@@ -166,20 +171,14 @@ def evaluations(method, only=None):
     )
 
 
-def start_of_rl(wildcards):
-    """The base, or the SFT arm that this run starts from."""
-    name = "base" if wildcards.start == "base" else f"sft_{wildcards.start}"
-    return explained(
-        lambda: study.path(study.checkpoint(wildcards.task, name), wildcards.seed)
-    )
-
-
-def checkpoint_of(wildcards):
-    """Manifest of the checkpoint that evaluation calls base, sft_<arm>, rl_base or rl_<arm>, or of a named model."""
-    return explained(
-        lambda: study.path(
-            study.checkpoint(wildcards.task, wildcards.checkpoint), wildcards.seed
-        )
+def measured():
+    """Manifests of everything that ends in a number, of every seed."""
+    return sorted(
+        {
+            study.path(reference, seed)
+            for reference in explained(study.measurements)
+            for seed in study.seeds
+        }
     )
 
 

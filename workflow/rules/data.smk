@@ -95,3 +95,51 @@ rule data_mix:
         "Tokenise mix: {wildcards.mix} (seed {wildcards.seed})"
     shell:
         launched("posttrain.data.mix")
+
+
+rule data_facts:
+    input:
+        unpack(inputs_of("data", "facts")),
+    output:
+        manifest=manifest_of("data", "facts"),
+    log:
+        beside("logs", "data", "facts", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "data", "facts", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: study.resources("data", "facts").threads
+    resources:
+        **allocation("data", "facts"),
+    params:
+        flags=flags_of("data", "facts"),
+        settings=settings_of("data", "facts"),
+        code=study.code("data", "facts"),
+    message:
+        "Take facts: {wildcards.facts}"
+    shell:
+        launched("posttrain.data.facts")
+
+
+rule data_domains:
+    input:
+        unpack(inputs_of("data", "domains")),
+    output:
+        manifest=manifest_of("data", "domains"),
+    log:
+        beside("logs", "data", "domains", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "data", "domains", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: study.resources("data", "domains").threads
+    resources:
+        **allocation("data", "domains"),
+    params:
+        flags=flags_of("data", "domains"),
+        settings=settings_of("data", "domains"),
+        code=study.code("data", "domains"),
+    message:
+        "Generate reasoning domains: {wildcards.task} (seed {wildcards.seed})"
+    shell:
+        launched("posttrain.data.domains")

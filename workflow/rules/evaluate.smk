@@ -4,7 +4,6 @@
 rule evaluate_reasoning:
     input:
         unpack(inputs_of("evaluate", "reasoning")),
-        model=checkpoint_of,
     output:
         manifest=manifest_of("evaluate", "reasoning"),
     log:
@@ -29,7 +28,6 @@ rule evaluate_reasoning:
 rule evaluate_retention:
     input:
         unpack(inputs_of("evaluate", "retention")),
-        model=checkpoint_of,
     output:
         manifest=manifest_of("evaluate", "retention"),
     log:

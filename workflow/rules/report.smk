@@ -7,12 +7,7 @@ PLOTS = ["rl_curves", "before_after", "rank_reversal", "weights", "retention"]
 
 rule claims:
     input:
-        evaluations("reasoning"),
-        [
-            study.path(f"sft/overhead/{task}", seed)
-            for task in study.names("sft", "overhead", "task")
-            for seed in study.seeds
-        ],
+        measured(),
         claims="configs/claims.yaml",
     output:
         csv=report(
@@ -203,9 +198,7 @@ rule dashboard:
 # Not part of `all`: `snakemake wandb_sync`, on a machine that reaches W&B.
 rule wandb_sync:
     input:
-        evaluations("reasoning"),
-        evaluations("retention"),
-        of_method("sft", "overhead"),
+        measured(),
     output:
         table=f"{ROOT}/report/wandb_sync.tsv",
     log:

@@ -4,7 +4,6 @@
 rule rl_grpo:
     input:
         unpack(inputs_of("rl", "grpo")),
-        start=start_of_rl,
     output:
         manifest=manifest_of("rl", "grpo"),
     log:

@@ -9,6 +9,8 @@ localrules:
     rl,
     evaluate_all,
     pear,
+    prism,
+    midtrain,
 
 
 rule data:
@@ -28,6 +30,13 @@ rule base:
         of_method("base", "hub"),
     message:
         "All base models are ready"
+
+
+rule midtrain:
+    input:
+        of_method("midtrain", "prism"),
+    message:
+        "Mid-training is done"
 
 
 rule sft:
@@ -64,3 +73,11 @@ rule pear:
         rules.claims.output,
     message:
         "PEAR's comparison is complete: see {rules.claims.output.html}"
+
+
+rule prism:
+    input:
+        evaluations("reasoning", lambda task, checkpoint: task == "prism"),
+        evaluations("retention", lambda task, checkpoint: task == "prism"),
+    message:
+        "PRISM's comparison is complete: see {rules.claims.output.html}"

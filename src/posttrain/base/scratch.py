@@ -10,7 +10,8 @@ from posttrain.core.errors import UserError
 from posttrain.core.generation import sample
 from posttrain.core.tracking import Tracker
 from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
-from posttrain.data import chat, packing, verify
+from posttrain.data import chat, verify
+from posttrain.data.packed import held_out_loss, rows
 
 
 class Config(TrainingConfig):
@@ -30,38 +31,6 @@ class Config(TrainingConfig):
         super().model_post_init(context)
         if (self.stop_skill is None) != (self.task is None):
             raise ValueError("stop_skill and task belong together; give both or neither")
-
-
-def rows(mix: Path, split: str, length: int, pad: int) -> list[dict]:
-    """Packed rows of one split as a list of {input_ids, position_ids, labels}, each int64 [length]."""
-    import torch
-
-    documents = [
-        row["input_ids"] for row in tables.read(mix.parent / "documents.parquet", ["input_ids"], [("split", "=", split)])
-    ]
-    packed = {name: torch.from_numpy(array) for name, array in packing.pack(documents, length, pad).items()}
-    return [{name: array[i] for name, array in packed.items()} for i in range(len(packed["input_ids"]))]
-
-
-def held_out_loss(model, data: list[dict], batch: int = 32) -> tuple[float, int]:
-    """(mean negative log-likelihood in nats per target token, number of target tokens) over packed rows."""
-    import torch
-
-    from posttrain.core.logprobs import token_logprobs
-
-    total, count = 0.0, 0
-    model.eval()
-    with torch.inference_mode():
-        for start in range(0, len(data), batch):
-            part = {k: torch.stack([row[k] for row in data[start : start + batch]]) for k in data[0]}
-            labels = part["labels"][:, 1:]
-            logits = model(
-                input_ids=part["input_ids"].to(model.device), position_ids=part["position_ids"].to(model.device), use_cache=False
-            ).logits[:, :-1]
-            valid = labels != packing.IGNORE
-            total -= token_logprobs(logits[valid], labels[valid].to(logits.device)).double().sum().item()
-            count += int(valid.sum())
-    return total / count, count
 
 
 def skill(model, tokenizer, items: list[dict], job: Config, style: verify.AnswerStyle) -> float:

@@ -14,12 +14,13 @@ class Method:
     seeded: whether the artifact differs between seeds of the study; if not, it lies under seed0.
     axes: names of the blocks of a YAML section besides `defaults`, in the order in which they override each other;
     the values of the axes make up the variant. open: settings may come from `defaults` alone for axis values that the
-    YAML does not list.
+    YAML does not list. measures: its result is an end of the study: `all` builds every combination that the YAML lists.
     """
 
     axes: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
     seeded: bool = True
+    measures: bool = False
 
 
 class Resources(Model):

@@ -17,9 +17,10 @@ from posttrain.core.errors import UserError
 
 class Part(Model):
     share: float = key(help="share of the token budget", gt=0, le=1)
-    field: Literal["text", "demonstration", "expression"] = key(
-        help="text: corpus documents; demonstration: prompt + worked response; expression: prompt + bare answer"
+    field: Literal["text", "demonstration", "expression", "web"] = key(
+        help="text: corpus documents; demonstration: prompt + worked response; expression: prompt + bare answer; web: raw form"
     )
+    families: tuple[str, ...] = key((), help="take items of these families alone; empty: all")
 
 
 class Config(JobConfig):
@@ -41,7 +42,10 @@ def texts(name: str, part: Part, source: Path, split: str) -> list[str]:
     if part.field == "text":
         rows = tables.read(source.parent / "documents.parquet", ["text"], [("split", "=", split)])
         return [row["text"] for row in rows]
-    rows = tables.read(source.parent / "items.parquet", None, [("split", "=", split)])
+    filters = [("split", "=", split), *([("family", "in", part.families)] if part.families else [])]
+    rows = tables.read(source.parent / "items.parquet", None, filters)
+    if part.field == "web":
+        return [row["web"] for row in rows if row["web"]]
     field = "demonstration" if part.field == "demonstration" else "answer"
     return [row["prompt"] + row[field] for row in rows]
 

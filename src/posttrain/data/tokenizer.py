@@ -27,6 +27,7 @@ TEMPLATE = (
 class Config(JobConfig):
     kind: Literal["characters", "bpe"] = key(help="characters: one token per character of `alphabet`")
     alphabet: str = key("", help="characters: every character that may occur")
+    tokens: tuple[str, ...] = key((), help="further tokens of several characters, such as <think>; they are ordinary text")
     vocabulary: int = key(512, help="bpe: size, special tokens included", ge=258)
     corpus: Path | None = key(None, help="bpe: corpus manifest to learn merges on (train split)", role="input")
 
@@ -82,6 +83,8 @@ def main(job: Config) -> None:
         manifest.read(job.corpus)
         rows = tables.read(job.corpus.parent / "documents.parquet", ["text"], [("split", "=", "train")])
         built = wrap(byte_pairs([row["text"] for row in rows], job.vocabulary))
+    if job.tokens:
+        built.add_tokens(list(job.tokens))  # not special: decoding keeps them, as it does for released reasoning models
     folder = job.folder / "tokenizer"
     built.save_pretrained(folder)
     files = sorted(f for f in folder.rglob("*") if f.is_file())

@@ -1,6 +1,8 @@
 """Is this answer right? Strict parsing in linear time, without evaluation of text, without signals (thread-safe).
 
-`hash`: the answer is all that follows the only '#'. `boxed`: it is the content of the only \\boxed{...}.
+`hash`: the answer is all that follows the only '#'. `boxed`: it is the content of the only \\boxed{...}. `think`: the text
+has the form <think> ... </think> answer, as a format gate demands; `think_optional`: the same without the gate, the answer
+is what follows </think>, or the whole text if there is none.
 An answer that cannot be parsed is wrong; a gold answer that cannot be parsed is an error in the data, never a reward.
 """
 
@@ -10,7 +12,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Literal
 
-AnswerStyle = Literal["hash", "boxed"]
+AnswerStyle = Literal["hash", "boxed", "think", "think_optional"]
 _INTEGER_GROUPS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d+)?|\.\d+)")
 
@@ -21,6 +23,8 @@ def extract(text: str, style: AnswerStyle) -> str | None:
         _, mark, after = text.partition("#")
         answer = after.strip()
         return answer if mark and answer and "#" not in after else None
+    if style in ("think", "think_optional"):
+        return _after_thought(text, gate=style == "think")
     start = text.find("\\boxed{")
     if start < 0 or text.find("\\boxed{", start + 1) >= 0:
         return None
@@ -30,6 +34,14 @@ def extract(text: str, style: AnswerStyle) -> str | None:
         if depth == 0:
             return text[begin + 1 : i].strip() or None
     return None
+
+
+def _after_thought(text: str, *, gate: bool) -> str | None:
+    before, mark, after = text.partition("</think>")
+    if gate and not (mark and before.lstrip().startswith("<think>")):
+        return None
+    answer = (after if mark else text).strip()
+    return answer if answer and "<think>" not in answer and "</think>" not in answer else None
 
 
 def number(text: str) -> Decimal | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import JobConfig, key
 from posttrain.core.determinism import derive
+from posttrain.core.errors import UserError
 from posttrain.data import chat, verify
 
 
@@ -19,12 +20,30 @@ class Config(JobConfig):
     answer_style: verify.AnswerStyle = key("hash", help="how the answer is marked in a response")
     dtype: str = key("float32", help="weights: float32 or bfloat16", pattern="^(float32|bfloat16)$")
     batch: int = key(1024, help="sequences at once (takes part in which random numbers a sequence gets)", gt=0)
+    families: tuple[str, ...] = key((), help="take items of these families alone, as many of each; empty: all")
+    group: str = key("", help="a named model is evaluated on the named tasks of its group", role="runtime")
     model: Path = key(help="manifest of the checkpoint", role="input")
     task: Path = key(help="task manifest", role="input")
 
     def model_post_init(self, _context) -> None:
         if not self.k or max(self.k) > self.samples:
             raise ValueError(f"k = {list(self.k)} needs at least {max(self.k, default=1)} samples, samples is {self.samples}")
+
+
+UNGATED: dict[str, verify.AnswerStyle] = {"think": "think_optional"}  # the same answer without the demand on the format
+
+
+def chosen(items: list[dict], families: tuple[str, ...], count: int) -> list[dict]:
+    """The first `count` items; with families, the first count / families of each, in the order of the families."""
+    if not families:
+        return items[:count]
+    share, found = count // len(families), []
+    for family in families:
+        part = [item for item in items if item["family"] == family]
+        if not part:
+            raise UserError(f"families: the task has no test item of the family '{family}'; name one that it has.")
+        found += part[:share]
+    return found
 
 
 def main(job: Config) -> None:
@@ -35,7 +54,7 @@ def main(job: Config) -> None:
     manifest.read(job.task)
     tokenizer = models.load_tokenizer(job.model)
     model = models.place(models.load(job.model, job.dtype))
-    items = tables.read(job.task.parent / "items.parquet", None, [("split", "=", "test")])[: job.items]
+    items = chosen(tables.read(job.task.parent / "items.parquet", None, [("split", "=", "test")]), job.families, job.items)
     prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in items]
     drawn = sample(
         model,
@@ -50,6 +69,7 @@ def main(job: Config) -> None:
     rows = []
     for item, responses in zip(items, drawn, strict=True):
         right = [verify.correct(r.text, item["answer"], job.answer_style) for r in responses]
+        free = [verify.correct(r.text, item["answer"], UNGATED.get(job.answer_style, job.answer_style)) for r in responses]
         rows.append(
             {
                 "id": item["id"],
@@ -58,6 +78,7 @@ def main(job: Config) -> None:
                 "answer": item["answer"],
                 "n": len(right),
                 "correct": sum(right),
+                "correct_ungated": sum(free),
                 "finished": sum(r.finished for r in responses),
                 "tokens": sum(len(r.ids) for r in responses),
                 "first_response": responses[0].text,
@@ -67,6 +88,8 @@ def main(job: Config) -> None:
     metrics = {f"pass@{k}": manifest.metric(pass_at_k([r["n"] for r in rows], [r["correct"] for r in rows], k)) for k in job.k}
     metrics["finished"] = manifest.metric([row["finished"] / row["n"] for row in rows])
     metrics["response_tokens"] = manifest.metric([row["tokens"] / row["n"] for row in rows])
+    if job.answer_style in UNGATED:  # what the model knows, whether or not it keeps to the format
+        metrics["ungated"] = manifest.metric([row["correct_ungated"] / row["n"] for row in rows])
     for family in sorted({row["family"] for row in rows}):
         part = [row["correct"] / row["n"] for row in rows if row["family"] == family]
         metrics[f"pass@1/{family}"] = manifest.metric(part)

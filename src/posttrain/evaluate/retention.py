@@ -1,4 +1,4 @@
-"""Loss of a checkpoint on held-out real text, per document: what training on a task makes the model forget."""
+"""Loss of a checkpoint on held-out real text, per document, and recall of facts: what training makes the model forget."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import JobConfig, key
+from posttrain.data.packed import recall
 
 
 class Config(JobConfig):
@@ -13,6 +14,8 @@ class Config(JobConfig):
     tokens: int = key(256, help="leading tokens of each document that are scored", gt=1)
     dtype: str = key("float32", help="weights: float32 or bfloat16", pattern="^(float32|bfloat16)$")
     batch: int = key(32, help="documents at once", gt=0)
+    group: str = key("", help="a named model is evaluated on the named tasks of its group", role="runtime")
+    facts: Path | None = key(None, help="facts manifest: their recall is measured too", role="input")
     model: Path = key(help="manifest of the checkpoint", role="input")
     corpus: Path = key(help="corpus manifest", role="input")
 
@@ -57,7 +60,15 @@ def main(job: Config) -> None:
         "loss": manifest.metric([row["nll"] / row["tokens"] for row in rows]),
         "bits_per_byte": manifest.metric([row["nll"] / row["bytes"] / 0.6931471805599453 for row in rows]),
     }
-    manifest.publish(job, metrics, [file])
+    files = [file]
+    if job.facts:
+        manifest.read(job.facts)
+        questions = tables.read(job.facts.parent / "items.parquet")
+        known = recall(model, tokenizer, questions)
+        metrics["fact_recall"] = manifest.metric(known)
+        table = [{"id": q["id"], "hop": q["hop"], "recalled": k} for q, k in zip(questions, known, strict=True)]
+        files.append(tables.write(table, job.folder / "facts.parquet"))
+    manifest.publish(job, metrics, files)
 
 
 if __name__ == "__main__":

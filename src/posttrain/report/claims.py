@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from posttrain.core import cli, manifest, tables
 from posttrain.core.config import JobConfig, key
-from posttrain.core.errors import UserError
-from posttrain.core.stats import Interval, bootstrap, pass_at_k
+from posttrain.core.errors import UserError, nearest
+from posttrain.core.stats import Interval, bootstrap, pass_at_k, student_half_width
 from posttrain.report.ledger import COLUMNS, Claim, Verdict, judge, judge_bound, judge_reversal, read_claims
 
 
@@ -20,6 +21,9 @@ class Config(JobConfig):
     arms: tuple[str, ...] = key(help="SFT arms, in order")
     claims: Path = key(Path("configs/claims.yaml"), help="what is claimed")
     resamples: int = key(4000, help="bootstrap resamples", gt=100)
+
+
+SOURCES = {"loss": "evaluate/retention", "fact_recall": "evaluate/retention"}  # metrics that are not of reasoning
 
 
 class Results:
@@ -34,15 +38,29 @@ class Results:
     def has(self, reference: str, seed: int) -> bool:
         return self.manifest(reference, seed).is_file()
 
-    def items(self, task: str, checkpoint: str, seed: int, metric: str):
-        """{item id: value of pass@k}"""
-        where = self.manifest(f"evaluate/reasoning/{task}-{checkpoint}", seed)
-        if where not in self.cache:
+    def rows(self, reference: str, seed: int, file: str, columns: list[str] | None = None) -> list[dict[str, Any]]:
+        """A table beside a manifest, read once."""
+        where = self.manifest(reference, seed)
+        if (where, file) not in self.cache:
             manifest.read(where)
-            self.cache[where] = tables.read(where.parent / "items.parquet", ["id", "n", "correct"])
-        rows = self.cache[where]
+            self.cache[where, file] = tables.read(where.parent / file, columns)
+        return self.cache[where, file]
+
+    def items(self, task: str, checkpoint: str, seed: int, metric: str, family: str | None = None) -> dict[str, float]:
+        """{id of an item, document or fact: value}."""
+        reference = f"{SOURCES.get(metric, 'evaluate/reasoning')}/{task}-{checkpoint}"
+        if metric == "loss":
+            return {row["id"]: row["nll"] / row["tokens"] for row in self.rows(reference, seed, "documents.parquet")}
+        if metric == "fact_recall":
+            return {row["id"]: float(row["recalled"]) for row in self.rows(reference, seed, "facts.parquet")}
+        found = self.rows(reference, seed, "items.parquet")
+        rows = [row for row in found if family is None or row["family"] == family]
+        if not rows:
+            raise UserError(f"{reference} has no item of the family '{family}'; correct the claim in configs/claims.yaml.")
+        if metric == "ungated":
+            return {row["id"]: row["correct_ungated"] / row["n"] for row in rows}
         if not metric.startswith("pass@"):
-            raise UserError(f"configs/claims.yaml: metric '{metric}' is not pass@k; correct it.")
+            raise UserError(f"configs/claims.yaml: metric '{metric}' is not pass@k, ungated, loss or fact_recall; correct it.")
         values = pass_at_k([row["n"] for row in rows], [row["correct"] for row in rows], int(metric.removeprefix("pass@")))
         return dict(zip((row["id"] for row in rows), values.tolist(), strict=True))
 
@@ -53,11 +71,11 @@ class Results:
         return [row["nll"] for row in tables.read(where.parent / "validation.parquet")]
 
 
-def paired(results: Results, task: str, checkpoints: list[str], seed: int, metric: str):
+def paired(results: Results, task: str, checkpoints: Sequence[str], seed: int, metric: str, family: str | None = None):
     """float64 [items, checkpoints]; the items of all checkpoints must be the same."""
     import numpy as np
 
-    columns = [results.items(task, name, seed, metric) for name in checkpoints]
+    columns = [results.items(task, name, seed, metric, family) for name in checkpoints]
     for name, column in zip(checkpoints, columns, strict=True):
         if column.keys() != columns[0].keys():
             raise UserError(f"{name} and {checkpoints[0]} of {task} were evaluated on different items; rebuild both evaluations.")
@@ -67,13 +85,62 @@ def paired(results: Results, task: str, checkpoints: list[str], seed: int, metri
 Measured = tuple[Interval, int, Verdict]
 
 
+def sides(claim: Claim, results: Results, job: Config):
+    """Per seed, float64 [items, 2]: arm and baseline of each item; several checkpoints on a side are averaged."""
+    import numpy as np
+
+    arms, baselines = claim.arms_compared
+    found = []
+    for s in job.seeds:
+        values = paired(results, claim.task, [*arms, *baselines], s, claim.metric, claim.family)
+        found.append(np.stack([values[:, : len(arms)].mean(1), values[:, len(arms) :].mean(1)], 1))
+    return found
+
+
 def difference(claim: Claim, results: Results, job: Config) -> Measured:
     """Mean of arm - baseline over paired items."""
-    values = [paired(results, claim.task, [claim.arm, claim.baseline], s, claim.metric) for s in job.seeds]
+    values = sides(claim, results, job)
     interval = bootstrap([v[:, 0] - v[:, 1] for v in values], resamples=job.resamples)
-    baseline = sum(float(v[:, 1].mean()) for v in values) / len(values)
+    if claim.kind == "at_most":
+        verdict = judge_bound(interval, claim.bound, len(job.seeds), unit="items")
+        return interval, sum(map(len, values)), verdict
+    baseline = sum(float(v[:, 1].mean()) for v in values) / len(values) if claim.metric != "loss" else None
     verdict = judge(interval, claim.smallest_effect, len(job.seeds), baseline=baseline)
     return interval, sum(map(len, values)), verdict
+
+
+def scalar(claim: Claim, results: Results, job: Config) -> Measured:
+    """One number per seed from a job's manifest; its interval is over seeds alone, so one seed has none."""
+    import numpy as np
+
+    values = []
+    for s in job.seeds:
+        found = manifest.read(results.manifest(claim.reference, s), verify=False).metrics
+        if claim.metric not in found:
+            raise UserError(f"{claim.reference} has no metric '{claim.metric}'{nearest(claim.metric, found)}")
+        values.append(found[claim.metric].value)
+    estimate = float(np.mean(values))
+    if len(values) == 1:
+        return Interval(estimate, None, None), 1, Verdict("inconclusive", "one number of one seed has no interval")
+    half = student_half_width(np.array(values), 0.95)
+    interval = Interval(estimate, estimate - half, estimate + half)
+    return interval, len(values), judge_bound(interval, claim.bound, len(values), unit="seeds", side=claim.side)
+
+
+def of_rows(claim: Claim, results: Results, job: Config) -> Measured:
+    """Mean over the rows of a table of a column, or of its difference to another column of the same row."""
+    import numpy as np
+
+    samples = []
+    for s in seeds_of(claim, job):
+        rows = results.rows(claim.reference, s, claim.file)
+        kept = [row for row in rows if all(row[name] == value for name, value in claim.where.items())]
+        if not kept:
+            raise UserError(f"{claim.reference}: {claim.file} has no row with {claim.where}; correct the claim.")
+        samples.append(np.array([row[claim.arm] - (row[claim.baseline] if claim.baseline else 0.0) for row in kept]))
+    interval = bootstrap(samples, resamples=job.resamples)
+    verdict = judge_bound(interval, claim.bound, len(samples), unit=claim.unit, side=claim.side)
+    return interval, sum(map(len, samples)), verdict
 
 
 def reversal(claim: Claim, results: Results, job: Config) -> Measured:
@@ -118,10 +185,28 @@ def overhead(claim: Claim, results: Results, job: Config) -> Measured:
     return interval, sum(map(len, samples)), judge_bound(interval, claim.bound, len(job.seeds))
 
 
+def seeds_of(claim: Claim, job: Config) -> tuple[int, ...]:
+    """A job that knows no seed lies under seed0."""
+    return job.seeds if claim.seeded else (0,)
+
+
+MEASURES = {
+    "difference": difference,
+    "at_most": difference,
+    "reversal": reversal,
+    "overhead": overhead,
+    "scalar": scalar,
+    "rows": of_rows,
+}
+
+
 def needed(claim: Claim) -> list[str]:
     """References of the jobs that a claim rests on."""
-    if claim.kind == "difference":
-        return [f"evaluate/reasoning/{claim.task}-{name}" for name in (claim.arm, claim.baseline)]
+    if claim.kind in ("difference", "at_most"):
+        source = SOURCES.get(claim.metric, "evaluate/reasoning")
+        return [f"{source}/{claim.task}-{name}" for side in claim.arms_compared for name in side]
+    if claim.kind in ("scalar", "rows"):
+        return [claim.reference]
     if claim.kind == "overhead":
         return [f"sft/overhead/{claim.task}"]
     return [f"evaluate/reasoning/{claim.task}-{stage}_{arm}" for stage in ("sft", "rl") for arm in claim.arms]
@@ -133,13 +218,21 @@ def measure(name: str, method: str, claim: Claim, results: Results, job: Config)
     empty = {"estimate": None, "ci_low": None, "ci_high": None, "n": None, "seeds": None}
     if claim.kind == "not_testable":
         return row | empty | Verdict("not testable here", claim.scope)._asdict()
-    missing = [reference for reference in needed(claim) for s in job.seeds if not results.has(reference, s)]
+    missing = [reference for reference in needed(claim) for s in seeds_of(claim, job) if not results.has(reference, s)]
     if missing:
         return row | empty | Verdict("not testable here", f"this tier has no {missing[0]}")._asdict()
-    interval, n, verdict = {"difference": difference, "reversal": reversal, "overhead": overhead}[claim.kind](claim, results, job)
-    if claim.kind != "overhead":  # a difference of shares ends at 1, which Student's quantile for few seeds does not know
+    interval, n, verdict = MEASURES[claim.kind](claim, results, job)
+    if claim.kind == "reversal" or (
+        claim.kind in ("difference", "at_most") and claim.metric != "loss"
+    ):  # a difference of shares ends at 1, which Student's quantile for few seeds does not know
         interval = Interval(interval.estimate, max(interval.low, -1.0), min(interval.high, 1.0))
-    numbers = {"estimate": interval.estimate, "ci_low": interval.low, "ci_high": interval.high, "n": n, "seeds": len(job.seeds)}
+    numbers = {
+        "estimate": interval.estimate,
+        "ci_low": interval.low,
+        "ci_high": interval.high,
+        "n": n,
+        "seeds": len(seeds_of(claim, job)),
+    }
     reason = f"{verdict.reason}. {claim.scope[0].upper()}{claim.scope[1:]}."
     return row | numbers | {"verdict": verdict.verdict, "reason": reason}
 

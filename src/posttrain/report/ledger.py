@@ -18,21 +18,35 @@ class Claim(Model):
     statement: str = key(help="the claim in our own words")
     paper_value: str = key(help="the paper's figure, with its unit")
     source: str = key(help="where the figure stands")
-    kind: Literal["difference", "reversal", "overhead", "not_testable"] = key(help="the comparison that tests it")
+    kind: Literal["difference", "at_most", "reversal", "overhead", "scalar", "rows", "not_testable"] = key(
+        help="the comparison that tests it"
+    )
     task: str | None = key(None, help="task of the comparison")
-    arm: str | None = key(None, help="checkpoint (difference) or weighting (overhead) that the claim favours")
-    baseline: str | None = key(None, help="what it is compared with")
+    arm: str | tuple[str, ...] | None = key(
+        None, help="checkpoint (several: their mean), weighting (overhead) or column (rows) that the claim is about"
+    )
+    baseline: str | tuple[str, ...] | None = key(None, help="what it is compared with; rows: may be left out")
+    family: str | None = key(None, help="difference, at_most: items of this family alone")
+    reference: str | None = key(None, help="scalar, rows: <stage>/<method>/<variant> of the job that measured it")
+    file: str | None = key(None, help="rows: table beside its manifest, one row per independent unit")
+    unit: str = key("rows", help="rows: what a row is, in the plural")
+    seeded: bool = key(True, help="rows: whether each seed of the study has its own; an exact computation has none")
+    where: dict[str, str | int | float] = key({}, help="rows: keep rows with these values")
     score: Literal["likelihood", "accuracy"] | None = key(None, help="reversal: SFT-stage score")
     arms: tuple[str, ...] = key((), help="reversal: SFT arms among which a reversed pair is looked for")
     metric: str = key("pass@1", help="what is compared")
     control: bool = key(False, help="a question of ours about the comparison, not a claim of the paper")
     smallest_effect: float = key(0.0, help="smallest effect that counts", ge=0)
-    bound: float | None = key(None, help="overhead: largest ratio that counts as little", gt=1)
+    bound: float | None = key(None, help="overhead: largest ratio that counts as little; at_most, scalar, rows: the limit")
+    side: Literal["at_most", "at_least"] = key("at_least", help="scalar, rows: on which side of the bound it should be")
     scope: str = key(help="what the measured comparison can and cannot show")
 
     def model_post_init(self, _context) -> None:
         needed = {
             "difference": ("task", "arm", "baseline"),
+            "at_most": ("task", "arm", "baseline", "bound"),
+            "scalar": ("reference", "bound"),
+            "rows": ("reference", "file", "arm", "bound"),
             "reversal": ("task", "score", "arms"),
             "overhead": ("task", "arm", "baseline", "bound"),
             "not_testable": (),
@@ -40,6 +54,13 @@ class Claim(Model):
         for name in needed[self.kind]:
             if getattr(self, name) in (None, ()):
                 raise ValueError(f"kind: {self.kind} needs {name}; add it")
+        if self.kind == "overhead" and self.bound <= 1:
+            raise ValueError(f"bound = {self.bound:g}: an overhead is a ratio above 1")
+
+    @property
+    def arms_compared(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Checkpoints of both sides."""
+        return tuple((side,) if isinstance(side, str) else tuple(side or ()) for side in (self.arm, self.baseline))
 
 
 class Verdict(NamedTuple):
@@ -103,11 +124,17 @@ def judge_reversal(interval: Interval, smallest: float, seeds: int, pair: str, *
     )
 
 
-def judge_bound(interval: Interval, bound: float, seeds: int) -> Verdict:
-    """Verdict on "the ratio is at most `bound`"."""
-    over = "batches of one run" if seeds == 1 else f"batches and {seeds} runs"
-    if interval.high <= bound:
-        return Verdict("replicated", f"at most {bound:g} over {over}")
-    if interval.low > bound:
-        return Verdict("contradicted", f"above {bound:g} over {over}")
+def judge_bound(
+    interval: Interval, bound: float, seeds: int, *, unit: str = "batches", side: Literal["at_most", "at_least"] = "at_most"
+) -> Verdict:
+    """Verdict on "the value is at most (at least) `bound`"."""
+    over = f"{unit} of one run" if seeds == 1 else f"{unit} and {seeds} runs"
+    inside, outside = interval.high <= bound, interval.low > bound
+    if side == "at_least":
+        inside, outside = interval.low >= bound, interval.high < bound
+    words = ("at most", "above") if side == "at_most" else ("at least", "below")
+    if inside:
+        return Verdict("replicated", f"{words[0]} {bound:g} over {over}")
+    if outside:
+        return Verdict("contradicted", f"{words[1]} {bound:g} over {over}")
     return Verdict("inconclusive", f"the interval holds {bound:g}, over {over}")

@@ -11,10 +11,11 @@ from typing import Literal
 from posttrain.core import cli, determinism, distributed, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.determinism import derive
+from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker, read_history
 from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.data import chat, verify
-from posttrain.rl.rewards import exact_answer
+from posttrain.rl.rewards import RewardLog, exact_answer
 
 CURVES = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length", "clip_ratio/region_mean")
 
@@ -30,10 +31,13 @@ class Config(TrainingConfig):
     iterations: int = key(1, help="optimizer passes per batch of rollouts", gt=0)
     answer_style: verify.AnswerStyle = key("hash", help="how the answer is marked in a completion")
     prompts: int = key(4000, help="training prompts to draw from", gt=0)
+    families: tuple[str, ...] = key((), help="draw prompts of these families alone, in equal shares; empty: all items")
+    pass_counts: tuple[int, int] | None = key(None, help="keep prompts with so many right samples (lowest, highest) in passes")
     vllm: bool = key(False, help="generate with vLLM in the trainer's processes (GPU)")
     kl_prompts: int = key(64, help="prompts for the estimate of KL(result || start)", gt=0)
     start: Path = key(help="manifest of the model to start from", role="input")
     task: Path = key(help="task manifest", role="input")
+    passes: Path | None = key(None, help="pass counts of the prompts (rl/passes), for pass_counts", role="input")
 
     def model_post_init(self, context) -> None:
         super().model_post_init(context)
@@ -41,6 +45,8 @@ class Config(TrainingConfig):
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of generations {self.generations}; change one of them"
             )
+        if (self.passes is None) != (self.pass_counts is None):
+            raise ValueError("passes and pass_counts belong together; give both or neither")
 
 
 def kl_to_start(model, start, tokenizer, prompts: list[list[int]], job: Config) -> manifest.Metric:
@@ -63,8 +69,33 @@ def kl_to_start(model, start, tokenizer, prompts: list[list[int]], job: Config) 
     return manifest.metric(values)
 
 
-def make_trainer(job: Config, items: list[dict], tokenizer, callbacks: list, rollouts: list[dict]):
-    """TRL's GRPOTrainer with this recipe. items: rows {prompt, answer}; rollouts receives the latest completions."""
+def training_items(job: Config) -> list[dict]:
+    """Rows {id, family, prompt, answer} of the train split that RL draws from.
+
+    With pass_counts only prompts whose number of right samples lies in it are kept; with families equally many of each,
+    those of a small family several times, so that the mix is that of the configuration.
+    """
+    items = tables.read(job.task.parent / "items.parquet", ["id", "family", "prompt", "answer"], [("split", "=", "train")])
+    if job.passes:
+        manifest.read(job.passes)
+        low, high = job.pass_counts
+        rows = tables.read(job.passes.parent / "passes.parquet", ["id", "correct"])
+        kept = {row["id"] for row in rows if low <= row["correct"] <= high}
+        items = [item for item in items if item["id"] in kept]
+    if not job.families:
+        return items[: job.prompts]
+    share, found = job.prompts // len(job.families), []
+    for family in job.families:
+        part = [item for item in items if item["family"] == family]
+        if not part:
+            raise UserError(f"families: no training prompt of '{family}' is left; name another family or widen pass_counts.")
+        found += [part[i % len(part)] for i in range(share)]
+    return found
+
+
+def make_trainer(job: Config, items: list[dict], tokenizer, callbacks: list, rollouts: list[dict], log: RewardLog | None = None):
+    """TRL's GRPOTrainer with this recipe. items: rows {prompt, answer} and what else the reward may see; rollouts receives
+    the latest completions, log the rewards of all."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -83,9 +114,9 @@ def make_trainer(job: Config, items: list[dict], tokenizer, callbacks: list, rol
     }
     return GRPOTrainer(
         model=str(models.model_folder(job.start)),  # a path: with beta > 0 TRL loads the reference from the same place
-        reward_funcs=exact_answer(job.answer_style, rollouts),
+        reward_funcs=exact_answer(job.answer_style, rollouts, log),
         args=GRPOConfig(**arguments(job, **options)),
-        train_dataset=Dataset.from_list([{"prompt": chat.prompt_messages(i["prompt"]), "answer": i["answer"]} for i in items]),
+        train_dataset=Dataset.from_list([{**i, "prompt": chat.prompt_messages(i["prompt"])} for i in items]),
         processing_class=tokenizer,
         callbacks=callbacks,
     )
@@ -96,11 +127,12 @@ def main(job: Config) -> None:
     manifest.read(job.task)
     tokenizer = models.load_tokenizer(job.start)
     tokenizer.padding_side = "left"
-    items = tables.read(job.task.parent / "items.parquet", ["prompt", "answer"], [("split", "=", "train")])[: job.prompts]
+    items = training_items(job)
     tracker = Tracker(job)
+    log = RewardLog(job.folder / "rewards.jsonl") if tracker.rank0 else None  # rank 0's share of the prompts
     callback = make_callback(job, tracker)
     rollouts: list[dict] = []
-    trainer = make_trainer(job, items, tokenizer, [callback], rollouts)
+    trainer = make_trainer(job, items, tokenizer, [callback], rollouts, log)
     train(trainer, job, tracker, callback)
     files = save_trained(trainer, tokenizer, job)
     first = trainer.is_world_process_zero()
@@ -120,6 +152,8 @@ def main(job: Config) -> None:
             metrics[f"last_tenth/{name}"] = sum(values[-last:]) / last
     if rollouts:
         files.append(tables.write(rollouts[: 4 * job.generations], job.folder / "rollouts.parquet"))
+    files.append(tables.write(log.rows(), job.folder / "rewards.parquet"))
+    log.path.unlink(missing_ok=True)
     tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})
     manifest.publish(job, metrics, [*files, tracker.path])
     discard_checkpoints(job)

@@ -5,5 +5,5 @@ from posttrain.core.methods import Method
 METHODS = {
     "traces": Method(axes=("task",)),
     "train": Method(axes=("task", "arm")),
-    "overhead": Method(axes=("task",)),
+    "overhead": Method(axes=("task",), measures=True),
 }
