@@ -16,6 +16,7 @@ from posttrain.core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 
 class Weights:
@@ -44,6 +45,13 @@ class Weights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._where[name].get_slice(name).get_shape())
+
+    def require_parameters_of(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """The model's state, live, after a check that every stored tensor has its place there."""
+        state = model.state_dict()
+        if unknown := sorted(set(self.names) - set(state)):
+            raise UserError(f"tensor {unknown[0]} of {self.path} is no weight of its architecture; load and save that model once.")
+        return state
 
     def dtypes(self) -> dict[str, int]:
         """Storage dtype (safetensors' word: F32, BF16, ...) -> number of elements stored in it."""

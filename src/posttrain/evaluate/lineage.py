@@ -154,9 +154,7 @@ def plane(job: Config, weights: dict[str, Weights], metrics: dict) -> list[dict]
     tokenizer = models.load_tokenizer(job.models[rl])  # a hub's base may have no chat template
     prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in items]
     model = models.place(models.load(job.models[base], job.dtype))
-    state = model.state_dict()
-    if unknown := sorted(set(weights[base].names) - set(state)):
-        raise UserError(f"tensor {unknown[0]} of {job.models[base]} is no weight of its architecture; save the model once more.")
+    state = weights[base].require_parameters_of(model)
     corners = {(0.0, 0.0): base, (1.0, 0.0): mid, (1.0, 1.0): rl}
     rows = []
     for (a, b), on_path in points(job.grid, job.path_points).items():

@@ -46,9 +46,7 @@ def main(job: Config) -> None:
     model = models.load(job.other)
     first = type(model.config).from_pretrained(models.model_folder(job.start), local_files_only=True)
     require_same_function(first.to_dict(), model.config.to_dict(), (job.start, job.other))
-    state = model.state_dict()
-    if unknown := sorted(set(start.names) - set(state)):
-        raise UserError(f"tensor {unknown[0]} of {job.start} is no weight of its architecture; save the model once more.")
+    state = other.require_parameters_of(model)
     with torch.no_grad():
         for name in start.names:
             state[name].copy_(interpolate(job.weight, start.tensor(name).float(), other.tensor(name).float()))
