@@ -19,6 +19,23 @@ def split_long(documents: Sequence[Sequence[int]], length: int) -> list[Sequence
     return [doc[i : i + length] for doc in documents for i in range(0, len(doc), length)]
 
 
+def overlapping(documents: Sequence[Sequence[int]], length: int, overlap: int) -> list[tuple[Sequence[int], int]]:
+    """(chunk, context) of each piece; documents longer than `length` are cut so that neighbours share `overlap` tokens.
+
+    `context` is how many leading tokens of a chunk are context alone, because the chunk before has them as targets: 0 for a
+    document's first chunk, else `overlap`. With overlap >= 1 every token but a document's first is a target exactly once
+    (:func:`split_long` loses one target per cut). Chunks start every length - overlap tokens; the last one is what is left,
+    and so has `overlap` tokens of context as well. Raises ValueError unless 0 < overlap < length.
+    """
+    if not 0 < overlap < length:
+        raise ValueError(f"overlap {overlap} must be above 0 and below the length {length}")
+    chunks: list[tuple[Sequence[int], int]] = []
+    for doc in documents:
+        for start in range(0, max(len(doc) - overlap, min(len(doc), 1)), length - overlap):
+            chunks.append((doc[start : start + length], overlap if start else 0))
+    return chunks
+
+
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Best-fit-decreasing bins: lists of indices whose lengths sum to at most `capacity`. Stable for equal lengths."""
     if max(lengths, default=0) > capacity:
@@ -38,13 +55,15 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def pack(documents: Sequence[Sequence[int]], length: int, pad: int) -> dict[str, np.ndarray]:
+def pack(documents: Sequence[Sequence[int]], length: int, pad: int, overlap: int = 0) -> dict[str, np.ndarray]:
     """Rows of `length` tokens: input_ids, position_ids, labels, all int64 [rows, length].
 
     labels are the ids themselves (the model shifts them), -100 at each document's first token and on padding.
-    Padding forms one more "document" at the end of a row.
+    Padding forms one more "document" at the end of a row. overlap > 0: over-long documents are cut by :func:`overlapping`
+    instead of :func:`split_long`, and labels are -100 on a chunk's context, too.
     """
-    pieces = split_long(documents, length)
+    chunks = overlapping(documents, length, overlap) if overlap else [(piece, 0) for piece in split_long(documents, length)]
+    pieces = [piece for piece, _ in chunks]
     bins = best_fit([len(piece) for piece in pieces], length)
     ids = np.full((len(bins), length), pad, dtype=np.int64)
     positions = np.zeros_like(ids)
@@ -56,7 +75,8 @@ def pack(documents: Sequence[Sequence[int]], length: int, pad: int) -> dict[str,
             end = at + len(piece)
             ids[row, at:end] = piece
             positions[row, at:end] = np.arange(len(piece))
-            labels[row, at + 1 : end] = piece[1:]
+            known = max(1, chunks[index][1])
+            labels[row, at + known : end] = piece[known:]
             at = end
         positions[row, at:] = np.arange(length - at)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}

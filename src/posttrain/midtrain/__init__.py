@@ -4,4 +4,5 @@ from posttrain.core.methods import Method
 
 METHODS = {
     "prism": Method(axes=("model",)),
+    "merge": Method(axes=("model",)),
 }

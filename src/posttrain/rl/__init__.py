@@ -2,4 +2,7 @@
 
 from posttrain.core.methods import Method
 
-METHODS = {"grpo": Method(axes=("task", "start"), open=("start",))}
+METHODS = {
+    "grpo": Method(axes=("task", "start"), open=("start",)),
+    "passes": Method(axes=("task", "checkpoint"), open=()),
+}
