@@ -47,3 +47,27 @@ rule evaluate_retention:
         "Text loss of {wildcards.checkpoint} on {wildcards.task} (seed {wildcards.seed})"
     shell:
         launched("posttrain.evaluate.retention")
+
+
+rule evaluate_lineage:
+    input:
+        unpack(inputs_of("evaluate", "lineage")),
+    output:
+        manifest=manifest_of("evaluate", "lineage"),
+    log:
+        beside("logs", "evaluate", "lineage", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "evaluate", "lineage", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: study.resources("evaluate", "lineage").threads
+    resources:
+        **allocation("evaluate", "lineage"),
+    params:
+        flags=flags_of("evaluate", "lineage"),
+        settings=settings_of("evaluate", "lineage"),
+        code=study.code("evaluate", "lineage"),
+    message:
+        "Compare the checkpoints of {wildcards.lineage} (seed {wildcards.seed})"
+    shell:
+        launched("posttrain.evaluate.lineage")

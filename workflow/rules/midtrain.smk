@@ -23,3 +23,27 @@ rule midtrain_prism:
         "Mid-train {wildcards.model} (seed {wildcards.seed})"
     shell:
         launched("posttrain.midtrain.prism")
+
+
+rule midtrain_merge:
+    input:
+        unpack(inputs_of("midtrain", "merge")),
+    output:
+        manifest=manifest_of("midtrain", "merge"),
+    log:
+        beside("logs", "midtrain", "merge", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "midtrain", "merge", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: study.resources("midtrain", "merge").threads
+    resources:
+        **allocation("midtrain", "merge"),
+    params:
+        flags=flags_of("midtrain", "merge"),
+        settings=settings_of("midtrain", "merge"),
+        code=study.code("midtrain", "merge"),
+    message:
+        "Merge {wildcards.model} (seed {wildcards.seed})"
+    shell:
+        launched("posttrain.midtrain.merge")

@@ -35,6 +35,7 @@ rule base:
 rule midtrain:
     input:
         of_method("midtrain", "prism"),
+        of_method("midtrain", "merge"),
     message:
         "Mid-training is done"
 
@@ -78,6 +79,9 @@ rule pear:
 rule prism:
     input:
         evaluations("reasoning", lambda task, checkpoint: task == "prism"),
-        evaluations("retention", lambda task, checkpoint: task == "prism"),
+        evaluations(
+            "retention", lambda task, checkpoint: task in ("prism", "prism_long")
+        ),
+        of_method("evaluate", "lineage"),
     message:
         "PRISM's comparison is complete: see {rules.claims.output.html}"

@@ -3,7 +3,8 @@
 math: running sums modulo `modulus`; code: a program of one-letter instructions on a register; science: two hops over the
 facts that the web text teaches (capital -> code -> region). All splits are disjoint in their operands: prompts for math
 and code, capitals for science. `web` is the raw form without a scratchpad, as web text has it. chat: turns to fill a mix
-with, not verifiable.
+with, not verifiable. As in distilled traces, some training demonstrations may slip at one step and go on from there, so that
+what imitation gives leaves room for RL.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Config(JobConfig):
     domains: dict[Domain, Sizes] = key(help="domain -> its sizes", min_length=1)
     modulus: int = key(5, help="math, code: all numbers are modulo this", ge=2, le=10)
     steps: int = key(5, help="math: digits to add up; code: instructions", gt=0)
+    slips: float = key(0.0, help="math, code: share of training demonstrations with one wrong step", ge=0, lt=1)
     facts: Path | None = key(None, help="science: facts manifest", role="input")
 
     def model_post_init(self, _context) -> None:
@@ -54,29 +56,48 @@ def demonstration(steps: str, answer: str) -> str:
     return f"<think>{steps}</think>{answer}"
 
 
-def math(code: int, steps: int, modulus: int) -> dict[str, str]:
+def values(start: int, functions: list[Callable[[int], int]], modulus: int, slip: tuple[int, int] | None) -> str:
+    """A register after each function, one digit each. slip = (step, shift): that value is off by `shift`, and so what follows."""
+    found, value = "", start
+    for step, function in enumerate(functions):
+        value = function(value) % modulus
+        if slip and slip[0] == step:
+            value = (value + slip[1]) % modulus
+        found += str(value)
+    return found
+
+
+def math(code: int, steps: int, modulus: int, slip: tuple[int, int] | None = None) -> dict[str, str]:
     """The `code`-th of modulus^steps items: digits and their running sums."""
-    digits, sums, total = [], [], 0
+    digits = []
     for _ in range(steps):
         code, digit = divmod(code, modulus)
-        total = (total + digit) % modulus
-        digits.append(str(digit))
-        sums.append(str(total))
-    written = "".join(digits)
-    return {"prompt": f"m{written}=", "answer": sums[-1], "steps": "".join(sums), "web": f"{written} is {sums[-1]}. "}
+        digits.append(digit)
+    adders = [lambda x, d=d: x + d for d in digits]
+    written, answer = "".join(map(str, digits)), values(0, adders, modulus, None)[-1]
+    return {
+        "prompt": f"m{written}=",
+        "answer": answer,
+        "steps": values(0, adders, modulus, slip),
+        "web": f"{written} is {answer}. ",
+    }
 
 
-def program(code: int, steps: int, modulus: int) -> dict[str, str]:
+def program(code: int, steps: int, modulus: int, slip: tuple[int, int] | None = None) -> dict[str, str]:
     """The `code`-th of modulus * 4^steps items: a register's start, instructions, and its value after each."""
-    code, value = divmod(code, modulus)
-    text, values = str(value), []
+    code, start = divmod(code, modulus)
+    names = ""
     for _ in range(steps):
         code, which = divmod(code, len(INSTRUCTIONS))
-        name = list(INSTRUCTIONS)[which]
-        value = INSTRUCTIONS[name](value) % modulus
-        text += name
-        values.append(str(value))
-    return {"prompt": f"c{text}=", "answer": values[-1], "steps": "".join(values), "web": f"{text} is {values[-1]}. "}
+        names += list(INSTRUCTIONS)[which]
+    functions = [INSTRUCTIONS[name] for name in names]
+    answer = values(start, functions, modulus, None)[-1]
+    return {
+        "prompt": f"c{start}{names}=",
+        "answer": answer,
+        "steps": values(start, functions, modulus, slip),
+        "web": f"{start}{names} is {answer}. ",
+    }
 
 
 def science(facts: list[dict[str, str]]) -> Iterator[dict[str, str]]:
@@ -95,8 +116,9 @@ def chat(count: int, rng: random.Random) -> Iterator[dict[str, str]]:
 
 
 def generate(domain: Domain, job: Config) -> list[dict[str, str]]:
-    """As many distinct items of a domain as its sizes want, in seeded order."""
-    rng, count = random.Random(derive(job.seed, "domains", domain)), job.domains[domain].total
+    """As many distinct items of a domain as its sizes want, in seeded order; those that may slip stand last."""
+    rng, sizes = random.Random(derive(job.seed, "domains", domain)), job.domains[domain]
+    count = sizes.total
     if domain == "chat":
         return list(chat(count, rng))
     if domain == "science":
@@ -106,7 +128,11 @@ def generate(domain: Domain, job: Config) -> list[dict[str, str]]:
         found, room = list(science(facts))[:count], len(facts)
     else:
         make, room = (math, job.modulus**job.steps) if domain == "math" else (program, job.modulus * 4**job.steps)
-        found = [make(code, job.steps, job.modulus) for code in rng.sample(range(room), min(count, room))]
+        slipping = random.Random(derive(job.seed, "slips", domain))
+        found = []
+        for i, code in enumerate(rng.sample(range(room), min(count, room))):
+            slip = (slipping.randrange(job.steps), slipping.randrange(1, job.modulus)) if slipping.random() < job.slips else None
+            found.append(make(code, job.steps, job.modulus, slip if i >= count - sizes.train else None))
     if room < count:
         raise UserError(f"{domain}: {room} distinct items, {count} wanted; lower its train, validation or test.")
     return found
@@ -120,18 +146,22 @@ def table(job: Config) -> list[dict[str, Any]]:
             for i in range(getattr(sizes, split)):
                 item = next(items)
                 steps = item.pop("steps")
-                text = f" {item['answer']}" if domain == "chat" else demonstration(steps, item["answer"])
+                conclusion = item["answer"] if domain == "science" else steps[-1:]  # a slip has its own answer
+                text = f" {item['answer']}" if domain == "chat" else demonstration(steps, conclusion)
                 rows.append({"id": f"{domain}-{split}-{i:05d}", "split": split, "family": domain, "demonstration": text, **item})
     return rows
 
 
 def main(job: Config) -> None:
     rows = table(job)
-    for row in rows:
-        if row["family"] != "chat" and not verify.correct(row["demonstration"], row["answer"], "think"):
+    right = [row["family"] == "chat" or verify.correct(row["demonstration"], row["answer"], "think") for row in rows]
+    wrong = [row for row, good in zip(rows, right, strict=True) if not good]
+    for row in wrong:
+        if row["split"] != "train" or not job.slips:
             raise UserError(f"demonstration {row['demonstration']!r} does not give {row['answer']!r}; the generator is wrong.")
     file = tables.write(rows, job.folder / "items.parquet")
     metrics = {f"items/{domain}/{split}": getattr(sizes, split) for domain, sizes in job.domains.items() for split in SPLITS}
+    metrics["wrong_demonstrations"] = len(wrong)
     examples = {domain: next(row for row in rows if row["family"] == domain) for domain in job.domains}
     manifest.publish(job, metrics, [file], card={"answer_style": "think", "examples": examples})
 

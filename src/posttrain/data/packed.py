@@ -10,13 +10,16 @@ from posttrain.core import tables
 from posttrain.data import packing
 
 
-def rows(mix: Path, split: str, length: int, pad: int, *, source: str | None = None) -> list[dict]:
-    """Packed rows of one split as a list of {input_ids, position_ids, labels}, each int64 [length]; of one source if named."""
+def rows(mix: Path, split: str, length: int, pad: int, *, source: str | None = None, overlap: int = 0) -> list[dict]:
+    """Packed rows of one split as a list of {input_ids, position_ids, labels}, each int64 [length]; of one source if named.
+
+    overlap: see :func:`posttrain.data.packing.pack`.
+    """
     import torch
 
     filters = [("split", "=", split), *([("source", "=", source)] if source else [])]
     documents = [row["input_ids"] for row in tables.read(mix.parent / "documents.parquet", ["input_ids"], filters)]
-    packed = {name: torch.from_numpy(array) for name, array in packing.pack(documents, length, pad).items()}
+    packed = {name: torch.from_numpy(array) for name, array in packing.pack(documents, length, pad, overlap).items()}
     return [{name: array[i] for name, array in packed.items()} for i in range(len(packed["input_ids"]))]
 
 

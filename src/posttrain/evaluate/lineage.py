@@ -16,6 +16,7 @@ from posttrain.core.determinism import derive
 from posttrain.core.errors import UserError
 from posttrain.core.weights import Weights, landscape, require_same
 from posttrain.data import chat, verify
+from posttrain.data.items import take
 from posttrain.evaluate import geometry
 
 COMPONENTS: tuple[geometry.Component, ...] = ("embedding", "attention", "mlp", "ssm", "norm", "head", "other")
@@ -36,6 +37,7 @@ class Config(JobConfig):
     grid: int = key(5, help="points per side of the plane's grid over [0, 1] x [0, 1]", gt=1)
     path_points: int = key(9, help="points of each leg of the path base, mid, rl", gt=1)
     items: int = key(64, help="test prompts of the task for the pass rate", gt=1)
+    families: tuple[str, ...] = key((), help="take prompts of these families alone, equally many of each; empty: all")
     samples: int = key(1, help="samples per prompt", gt=0)
     temperature: float = key(0.0, help="sampling temperature; 0: greedy", ge=0)
     max_new_tokens: int = key(48, help="longest response", gt=0)
@@ -149,7 +151,8 @@ def plane(job: Config, weights: dict[str, Weights], metrics: dict) -> list[dict]
     from posttrain.core.generation import sample
 
     manifest.read(job.task)
-    items = tables.read(job.task.parent / "items.parquet", ["prompt", "answer"], [("split", "=", "test")])[: job.items]
+    rows = tables.read(job.task.parent / "items.parquet", ["prompt", "answer", "family"], [("split", "=", "test")])
+    items = take(rows, job.families, job.items)
     base, mid, rl = job.path
     tokenizer = models.load_tokenizer(job.models[rl])  # a hub's base may have no chat template
     prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in items]

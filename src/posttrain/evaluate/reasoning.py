@@ -7,8 +7,8 @@ from pathlib import Path
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import JobConfig, key
 from posttrain.core.determinism import derive
-from posttrain.core.errors import UserError
 from posttrain.data import chat, verify
+from posttrain.data.items import take
 
 
 class Config(JobConfig):
@@ -33,19 +33,6 @@ class Config(JobConfig):
 UNGATED: dict[str, verify.AnswerStyle] = {"think": "think_optional"}  # the same answer without the demand on the format
 
 
-def chosen(items: list[dict], families: tuple[str, ...], count: int) -> list[dict]:
-    """The first `count` items; with families, the first count / families of each, in the order of the families."""
-    if not families:
-        return items[:count]
-    share, found = count // len(families), []
-    for family in families:
-        part = [item for item in items if item["family"] == family]
-        if not part:
-            raise UserError(f"families: the task has no test item of the family '{family}'; name one that it has.")
-        found += part[:share]
-    return found
-
-
 def main(job: Config) -> None:
     determinism.setup(job.seed)
     from posttrain.core.generation import sample
@@ -54,7 +41,7 @@ def main(job: Config) -> None:
     manifest.read(job.task)
     tokenizer = models.load_tokenizer(job.model)
     model = models.place(models.load(job.model, job.dtype))
-    items = chosen(tables.read(job.task.parent / "items.parquet", None, [("split", "=", "test")]), job.families, job.items)
+    items = take(tables.read(job.task.parent / "items.parquet", None, [("split", "=", "test")]), job.families, job.items)
     prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in items]
     drawn = sample(
         model,

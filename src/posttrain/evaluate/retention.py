@@ -6,12 +6,14 @@ from pathlib import Path
 
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import JobConfig, key
+from posttrain.core.errors import UserError
 from posttrain.data.packed import recall
 
 
 class Config(JobConfig):
     documents: int = key(64, help="test documents", gt=1)
     tokens: int = key(256, help="leading tokens of each document that are scored", gt=1)
+    skip: int = key(0, help="leave out documents with no more tokens, and do not score the first ones: loss at long range", ge=0)
     dtype: str = key("float32", help="weights: float32 or bfloat16", pattern="^(float32|bfloat16)$")
     batch: int = key(32, help="documents at once", gt=0)
     group: str = key("", help="a named model is evaluated on the named tasks of its group", role="runtime")
@@ -30,10 +32,11 @@ def main(job: Config) -> None:
     manifest.read(job.corpus)
     tokenizer = models.load_tokenizer(job.model)
     model = models.place(models.load(job.model, job.dtype)).eval()
-    documents = tables.read(job.corpus.parent / "documents.parquet", ["id", "source", "text"], [("split", "=", "test")])[
-        : job.documents
-    ]
-    rows = []
+    documents = tables.read(job.corpus.parent / "documents.parquet", ["id", "source", "text"], [("split", "=", "test")])
+    if job.skip:
+        documents = [d for d in documents if len(d["text"]) > job.skip]  # a token has at least one character
+    documents = documents[: job.documents]
+    rows, first = [], max(1, job.skip)  # the first token of a document has nothing before it
     for start in range(0, len(documents), job.batch):
         part = documents[start : start + job.batch]
         encoded = tokenizer([d["text"] for d in part], add_special_tokens=False, truncation=True, max_length=job.tokens)[
@@ -43,18 +46,22 @@ def main(job: Config) -> None:
         mask = pad_sequence([torch.ones(len(e), dtype=torch.long) for e in encoded], batch_first=True).to(model.device)
         with torch.inference_mode():
             logp = token_logprobs(model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1], ids[:, 1:])
-        sums = torch.where(mask[:, 1:].bool(), logp, 0.0).sum(1).tolist()
+        sums = torch.where(mask[:, 1:].bool(), logp, 0.0)[:, first - 1 :].sum(1).tolist()
         for document, tokens, total in zip(part, encoded, sums, strict=True):
-            shown = tokenizer.decode(tokens[1:], skip_special_tokens=True)
+            if len(tokens) <= first and job.skip:
+                continue
+            shown = tokenizer.decode(tokens[first:], skip_special_tokens=True)
             rows.append(
                 {
                     "id": document["id"],
                     "source": document["source"],
                     "nll": -total,
-                    "tokens": len(tokens) - 1,
+                    "tokens": len(tokens) - first,
                     "bytes": len(shown.encode()),
                 }
             )
+    if not rows:
+        raise UserError(f"no test document of {job.corpus} has more than skip = {job.skip} tokens; lower skip or raise tokens.")
     file = tables.write(rows, job.folder / "documents.parquet")
     metrics = {
         "loss": manifest.metric([row["nll"] / row["tokens"] for row in rows]),

@@ -21,6 +21,7 @@ from posttrain.data.packed import held_out_loss, recall, rows
 
 class Config(TrainingConfig):
     length: int = key(256, help="tokens per packed row", gt=1)
+    overlap: int = key(0, help="tokens that the chunks of an over-long document share; 0: it is cut without", ge=0)
     trainable: Literal["all", "attention"] = key("all", help="tensors that are trained")
     measure_every: int = key(100, help="steps between points of the retention curve", gt=0)
     measure_rows: int = key(16, help="held-out rows of each source at a point of the curve", gt=0)
@@ -30,6 +31,11 @@ class Config(TrainingConfig):
         None, help="mix whose validation split gives the curve, the same for all arms; null: mix", role="input"
     )
     facts: Path | None = key(None, help="facts manifest, for recall", role="input")
+
+    def model_post_init(self, context) -> None:
+        super().model_post_init(context)
+        if self.overlap >= self.length:
+            raise ValueError(f"overlap {self.overlap} must be below length {self.length}")
 
 
 def freeze(model: Any, trainable: str) -> int:
@@ -103,7 +109,7 @@ def main(job: Config) -> None:
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=rows(job.mix, "train", job.length, tokenizer.pad_token_id),
+        train_dataset=rows(job.mix, "train", job.length, tokenizer.pad_token_id, overlap=job.overlap),
         callbacks=[*watch, callback],
     )
     train(trainer, job, tracker, callback)

@@ -11,10 +11,10 @@ from typing import Literal
 from posttrain.core import cli, determinism, distributed, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.determinism import derive
-from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker, read_history
 from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.data import chat, verify
+from posttrain.data.items import take
 from posttrain.rl.rewards import RewardLog, exact_answer
 
 CURVES = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length", "clip_ratio/region_mean")
@@ -82,15 +82,7 @@ def training_items(job: Config) -> list[dict]:
         rows = tables.read(job.passes.parent / "passes.parquet", ["id", "correct"])
         kept = {row["id"] for row in rows if low <= row["correct"] <= high}
         items = [item for item in items if item["id"] in kept]
-    if not job.families:
-        return items[: job.prompts]
-    share, found = job.prompts // len(job.families), []
-    for family in job.families:
-        part = [item for item in items if item["family"] == family]
-        if not part:
-            raise UserError(f"families: no training prompt of '{family}' is left; name another family or widen pass_counts.")
-        found += [part[i % len(part)] for i in range(share)]
-    return found
+    return take(items, job.families, job.prompts, repeat=True)
 
 
 def make_trainer(job: Config, items: list[dict], tokenizer, callbacks: list, rollouts: list[dict], log: RewardLog | None = None):

@@ -18,10 +18,12 @@ from posttrain.core.config import JobConfig, key
 from posttrain.core.determinism import derive
 from posttrain.core.errors import UserError
 from posttrain.data import chat, verify
+from posttrain.data.items import take
 
 
 class Config(JobConfig):
     prompts: int = key(1024, help="training prompts, from the first on", gt=0)
+    families: tuple[str, ...] = key((), help="take prompts of these families alone, equally many of each; empty: all")
     samples: int = key(16, help="answers per prompt (n)", gt=0)
     temperature: float = key(1.0, help="sampling temperature (no top-p, no top-k)", gt=0)
     max_new_tokens: int = key(48, help="longest response", gt=0)
@@ -111,7 +113,7 @@ def main(job: Config) -> None:
     manifest.read(job.task)
     tokenizer = models.load_tokenizer(job.model)
     model = models.place(models.load(job.model, job.dtype))
-    items = tables.read(job.task.parent / "items.parquet", None, [("split", "=", "train")])[: job.prompts]
+    items = take(tables.read(job.task.parent / "items.parquet", None, [("split", "=", "train")]), job.families, job.prompts)
     drawn = sample(
         model,
         tokenizer,
