@@ -38,14 +38,12 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def pack(documents: Sequence[Sequence[int]], length: int, pad: int) -> dict[str, np.ndarray]:
-    """Rows of `length` tokens: input_ids, position_ids, labels, all int64 [rows, length].
+def lay(pieces: Sequence[Sequence[int]], bins: Sequence[Sequence[int]], length: int, pad: int) -> dict[str, np.ndarray]:
+    """Rows of `length` tokens, one per bin of piece numbers: input_ids, position_ids, labels, all int64 [bins, length].
 
-    labels are the ids themselves (the model shifts them), -100 at each document's first token and on padding.
+    labels are the ids themselves (the model shifts them), -100 at each piece's first token and on padding.
     Padding forms one more "document" at the end of a row.
     """
-    pieces = split_long(documents, length)
-    bins = best_fit([len(piece) for piece in pieces], length)
     ids = np.full((len(bins), length), pad, dtype=np.int64)
     positions = np.zeros_like(ids)
     labels = np.full_like(ids, IGNORE)
@@ -60,3 +58,9 @@ def pack(documents: Sequence[Sequence[int]], length: int, pad: int) -> dict[str,
             at = end
         positions[row, at:] = np.arange(length - at)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def pack(documents: Sequence[Sequence[int]], length: int, pad: int) -> dict[str, np.ndarray]:
+    """Documents, cut to `length`, in best-fit-decreasing rows (see `lay`)."""
+    pieces = split_long(documents, length)
+    return lay(pieces, best_fit([len(piece) for piece in pieces], length), length, pad)
