@@ -21,7 +21,8 @@ from posttrain.core.config import Model, digest, key
 from posttrain.core.determinism import derive
 from posttrain.core.errors import UserError
 from posttrain.data import packing
-from posttrain.data.stream_sources import Reader, StreamSource, beginning, open_shards
+from posttrain.data.stream_reader import Reader, beginning
+from posttrain.data.stream_sources import StreamSource, open_shards
 
 VERSION = 1
 
@@ -80,17 +81,19 @@ class TokenStream:
 
     def __init__(self, config: StreamConfig, tokenizer: Any, seed: int):
         if tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer {tokenizer.name_or_path} has no EOS token, which ends every document; choose another.")
+            raise UserError(
+                f"the tokenizer {tokenizer.name_or_path} has no EOS token, which ends every document; choose another."
+            )
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self.settings = {**config.model_dump(mode="json"), "seed": seed, "vocabulary": digest(tokenizer.get_vocab())[:16]}
         begin = {"window": 0, "row": 0, "sources": {name: beginning() for name in sorted(config.sources)}}
-        self.record: dict[str, Any] = {"settings": self.settings, "row": 0, "begin": begin, "end": begin, "counts": []}
-        self.state = state_at(self.record, 0)
+        self._loaded = state_at({"settings": self.settings, "row": 0, "begin": begin, "end": begin, "counts": []}, 0)
+        self._taken: tuple[dict[str, Any], int] | None = None  # (record, row) since the state was loaded
 
     # --- position ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return self.state
+        return self._loaded if self._taken is None else state_at(*self._taken)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the row of `state`. A :class:`UserError` names the first setting that differs."""
@@ -101,15 +104,14 @@ class TokenStream:
                 raise UserError(
                     f"the stream's state was written with another `{name}`; restore it, or delete the checkpoints and start anew."
                 )
-        self.state = state
-        self.record = {"settings": self.settings, "row": state["row"], "begin": state["base"], "end": state["base"], "counts": []}
+        self._loaded, self._taken = state, None
 
     # --- rows -------------------------------------------------------------------------------------------------
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens, and EOS."""
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """int32 token ids of each text, without special tokens, and EOS."""
         found = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        return [[*ids, self.tokenizer.eos_token_id] for ids in found]
+        return [np.array([*ids, self.tokenizer.eos_token_id], dtype=np.int32) for ids in found]
 
     def check(self) -> None:
         """Open every source and list its shards, so that a wrong one is named before anything is trained."""
@@ -128,7 +130,8 @@ class TokenStream:
 
     def windows(self) -> Iterator[Window]:
         """Windows from the loaded state on; the first is packed again if some of its rows were taken."""
-        c, skip, at = self.config, self.state["skip"], self.state["base"]
+        c, state = self.config, self.state_dict()
+        skip, at = state["skip"], state["base"]
         readers = {name: self._reader(name, cursor) for name, cursor in at["sources"].items()}
         pad = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         number, row = at["window"], at["row"]
@@ -136,7 +139,7 @@ class TokenStream:
             begin = {"window": number, "row": row, "sources": {name: reader.snapshot() for name, reader in readers.items()}}
             left = c.tokens - sum(reader.cursor["tokens"] for reader in readers.values())
             room, pieces, owners = min(left, c.window * c.length), [], []
-            while room > 0:
+            while room > 0 and (c.packing or len(pieces) < c.window):
                 # Fewest tokens for its share; of equals the first by name.
                 name = min(readers, key=lambda n: (readers[n].cursor["tokens"] / c.sources[n].share, n))
                 piece, begins = readers[name].next(left)
@@ -164,33 +167,34 @@ class TokenStream:
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         for window in self.windows():
             for i in range(window.skip, len(window.record["counts"])):
-                self.record = window.record
-                self.state = state_at(window.record, window.record["row"] + i + 1)
+                self._taken = (window.record, window.record["row"] + i + 1)
                 yield {name: array[i] for name, array in window.arrays.items()}
 
     # --- report -----------------------------------------------------------------------------------------------
 
     def realised(self) -> dict[str, dict[str, Any]]:
         """What the rows taken so far were made of, per source, for a manifest's card; see `realised`."""
-        reached = self.record["end"] if self.state["row"] > self.record["row"] else self.state["base"]
-        return realised(self.config, self.state, reached["sources"])
+        return realised(self.config, self.state_dict(), self._taken[0] if self._taken else None)
 
 
-def realised(config: StreamConfig, state: dict[str, Any], reached: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def realised(config: StreamConfig, state: dict[str, Any], record: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     """Per source: tokens and documents in the rows taken, the share of all tokens; and, as far as the last of these rows'
-    window was read, epochs (passes; before the first is complete, of shards), blank rows and every shard.
+    window (`record`) was read, epochs (passes; before the first is complete, of shards), blank rows and every shard.
 
     A shard has its name, the rows read of it and whether these are all. A local one has the sha256 of its content (up to
     1 GiB); one of the hub is given by its name and the source's revision.
     """
     total = sum(tokens for tokens, _ in state["consumed"].values())
+    reached = (record["end"] if record else state["base"])["sources"]
     found = {}
     for name, (tokens, documents) in state["consumed"].items():
         source, cursor = config.sources[name], reached[name]
         names = open_shards(name, source, config.block).names
         rows: dict[int, tuple[int, bool]] = {int(shard): (count, True) for shard, count in cursor["rows"].items()}
         if cursor["documents"] and cursor["shard"] < len(names):
-            order = np.random.default_rng(derive(state["settings"]["seed"], "shards", name, cursor["epoch"])).permutation(len(names))
+            order = np.random.default_rng(derive(state["settings"]["seed"], "shards", name, cursor["epoch"])).permutation(
+                len(names)
+            )
             rows.setdefault(int(order[cursor["shard"]]), (cursor["row"], False))
         part = cursor["in_pass"] / cursor["per_pass"] if cursor["per_pass"] else cursor["shard"] / len(names)
         found[name] = {
