@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import field_validator, model_serializer
 
 from posttrain.core import cli, manifest, tables
 from posttrain.core.config import JobConfig, Model, key
@@ -20,6 +22,19 @@ class Part(Model):
     field: Literal["text", "demonstration", "expression"] = key(
         help="text: corpus documents; demonstration: prompt + worked response; expression: prompt + bare answer"
     )
+    when_exhausted: Literal["repeat", "refuse"] = key("repeat", help="after the last document: from the first again, or an error")
+
+    @field_validator("share", mode="before")
+    @classmethod
+    def _share_of_nothing(cls, value: Any) -> Any:
+        if value == 0 and not isinstance(value, bool):
+            raise ValueError("a part with a share of 0 is never read; delete it or give it a share above 0")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: Any) -> dict[str, Any]:
+        """Leave out what came later and is at its default: the digests of mixes made before stay."""
+        return {name: value for name, value in handler(self).items() if (name, value) != ("when_exhausted", "repeat")}
 
 
 class Config(JobConfig):
@@ -63,6 +78,22 @@ def draw(documents: list[list[int]], budget: int, seed: int) -> tuple[list[list[
     return taken, count / len(order)
 
 
+def check(name: str, part: Part, documents: list[list[int]], budget: int, split: str) -> None:
+    """Refuse a source that would silently be left out of a split, and one too small for `when_exhausted: refuse`."""
+    if not documents or not budget:
+        fault, remedy = (
+            ("has no documents", "check the source's sizes")
+            if budget
+            else ("gets no token", f"raise its share or {'tokens' if split == 'train' else 'held_out_tokens'}")
+        )
+        raise UserError(f"source {name} {fault} in split {split}; {remedy}, or delete it from parts.")
+    there = sum(map(len, documents))
+    if part.when_exhausted == "refuse" and there < budget:
+        raise UserError(
+            f"source {name} has {there} tokens in split {split} and its share is {budget}; set when_exhausted: repeat, or lower its share or the budget."
+        )
+
+
 def main(job: Config) -> None:
     from posttrain.core.models import load_tokenizer
 
@@ -77,6 +108,7 @@ def main(job: Config) -> None:
             encoded = tokenizer(texts(name, part, job.sources[name], split), add_special_tokens=False)["input_ids"]
             documents = [[*ids, tokenizer.eos_token_id] for ids in encoded]
             budget = round(total * part.share)
+            check(name, part, documents, budget, split)
             taken, epochs = draw(documents, budget, derive(job.seed, "mix", name, split))
             rows += [{"split": split, "source": name, "input_ids": ids} for ids in taken]
             if split == "train":
