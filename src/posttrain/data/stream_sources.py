@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import field_validator
 
 from posttrain.core.config import Model, key
@@ -143,9 +144,8 @@ def open_shards(name: str, source: StreamSource, block: int) -> Shards:
 # --- rows into text -------------------------------------------------------------------------------------------
 
 
-def keep(source: StreamSource, table: pyarrow.Table) -> list[int]:
-    """Row numbers that pass the filters. A missing value passes none. Raises on a column that cannot be compared."""
-    import numpy as np
+def keep(source: StreamSource, table: pyarrow.Table) -> np.ndarray:
+    """Row numbers (int64) that pass the filters. A missing value passes none. Raises on a column that cannot be compared."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -157,7 +157,7 @@ def keep(source: StreamSource, table: pyarrow.Table) -> list[int]:
     for column, least in source.at_least.items():
         found = pc.greater_equal(pc.cast(table[column], pa.float64()), least)
         mask &= pc.fill_null(found, False).to_numpy(zero_copy_only=False)
-    return np.flatnonzero(mask).tolist()
+    return np.flatnonzero(mask)
 
 
 def turn(message: dict[str, Any], prefixed: bool) -> str:

@@ -84,12 +84,14 @@ class StreamDataset(torch.utils.data.IterableDataset):
 
     def __init__(self, stream: TokenStream, batch: int = 1):
         self.stream, self.batch, self.journal = stream, batch, Journal()
+        self.steps_left = False  # of a training that would otherwise end, or fail inside accelerate, without a reason
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         worker = torch.utils.data.get_worker_info()
         if worker is not None and worker.id > 0:
             return
         held: list[dict[str, torch.Tensor]] = []
+        given = False
         try:
             for window in self.stream.windows():
                 self.journal.note(window.record)
@@ -97,7 +99,11 @@ class StreamDataset(torch.utils.data.IterableDataset):
                     held.append({name: torch.from_numpy(array[i]) for name, array in window.arrays.items()})
                     if len(held) == self.batch:
                         yield from held
-                        held = []
+                        held, given = [], True
+            if self.steps_left and not given:
+                raise UserError(
+                    f"the stream's budget of {self.stream.config.tokens} tokens was met by the {self.first} rows before this run; raise tokens or lower steps."
+                )
         except UserError as error:
             raise StreamError(str(error)) from None
 
@@ -129,7 +135,6 @@ class StreamCallback(TrainerCallback):
         self.dataset = dataset
         self.origin = (0, 0)  # (step, row) at which this run began
         self.row = 0  # rows that the optimizer steps so far took
-        self.stepped = False
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
         if not args.ignore_data_skip:
@@ -140,6 +145,7 @@ class StreamCallback(TrainerCallback):
                 self.dataset.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"{path} is missing or not readable ({error}); delete this checkpoint and run again.") from None
+        self.dataset.steps_left = state.global_step < state.max_steps
         self.origin, self.row = (state.global_step, self.dataset.first), self.dataset.first
         # A DataLoader draws its workers' seed when it begins, by default from torch's global generator. A resumed run has
         # restored that one before it begins, so dropout would differ from the uninterrupted run's.
@@ -150,7 +156,6 @@ class StreamCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.row = self.origin[1] + (state.global_step - self.origin[0]) * per_step
-        self.stepped = True
         if state.global_step % 100 == 0:
             self.dataset.journal.at(self.row)
 
@@ -160,8 +165,8 @@ class StreamCallback(TrainerCallback):
             manifest.write_atomically(folder / STATE, json.dumps(self.dataset.state_at(self.row)))
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """The Trainer would begin another epoch, or end without a word if it got no row at all."""
-        if state.global_step < state.max_steps and not (control.should_training_stop and self.stepped):
+        """The Trainer would begin another epoch."""
+        if state.global_step < state.max_steps and not control.should_training_stop:
             raise UserError(
                 f"the stream's budget of {self.dataset.stream.config.tokens} tokens was met at step {state.global_step} of {state.max_steps}; raise tokens or lower steps."
             )
