@@ -24,7 +24,7 @@ from posttrain.data import stream_sources, streams, tokenizer
 from posttrain.data.packing import IGNORE
 from posttrain.data.stream_reader import cut
 from posttrain.data.stream_sources import StreamSource
-from posttrain.data.stream_training import StreamCallback, StreamDataset, StreamError
+from posttrain.data.stream_training import Feed, StreamError, dataset, make_callback
 from posttrain.data.streams import StreamConfig, TokenStream
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n:;UA?."
@@ -99,8 +99,8 @@ def through(state) -> dict:
 # --- exact resume ---------------------------------------------------------------------------------------------
 
 
-def batches(dataset: StreamDataset, workers: int, size: int = 4):
-    return torch.utils.data.DataLoader(dataset, batch_size=size, num_workers=workers)
+def batches(feed: Feed, workers: int, size: int = 4):
+    return torch.utils.data.DataLoader(dataset(feed), batch_size=size, num_workers=workers)
 
 
 CASES = [(0, p, n) for p in (True, False) for n in (1, 2, 3)] + [(1, True, 3), (2, True, 2), (2, False, 3)]
@@ -109,19 +109,19 @@ CASES = [(0, p, n) for p in (True, False) for n in (1, 2, 3)] + [(1, True, 3), (
 @pytest.mark.parametrize(("workers", "packed", "count"), CASES)
 def test_stopped_after_any_batch_the_rest_is_the_same(folder, workers, packed, count):
     config = build(folder, SHARES[count], packing=packed, tokens=1200 if workers == 0 else 700)
-    whole = list(batches(StreamDataset(stream(config), 4), 0))
-    dataset, states = StreamDataset(stream(config), 4), []
-    states.append(through(dataset.state_at(0)))
-    for n, batch in enumerate(batches(dataset, workers), 1):
+    whole = list(batches(Feed(stream(config), 4), 0))
+    feed, states = Feed(stream(config), 4), []
+    states.append(through(feed.state_at(0)))
+    for n, batch in enumerate(batches(feed, workers), 1):
         assert equal([batch], [whole[n - 1]])  # any number of workers gives the same batches
-        states.append(through(dataset.state_at(4 * n)))
+        states.append(through(feed.state_at(4 * n)))
     assert len(states) == len(whole) + 1 > 8 and [s["row"] for s in states] == list(range(0, 4 * len(states), 4))
     assert max(len(json.dumps(s)) for s in states) < 4000
     for n, state in enumerate(states):
-        resumed = StreamDataset(stream(config), 4)
+        resumed = Feed(stream(config), 4)
         resumed.load_state_dict(state)
         assert equal(list(batches(resumed, workers)), whole[n:])
-    assert max(s["epochs"] for s in dataset.realised_at(4 * len(whole)).values()) > 1  # some source came again
+    assert max(s["epochs"] for s in feed.realised_at(4 * len(whole)).values()) > 1  # some source came again
 
 
 def test_states_of_a_resumed_run_are_those_of_the_whole_one(folder):
@@ -152,18 +152,18 @@ def test_a_second_stop_soon_after_the_first(folder):
 def test_prefetched_rows_do_not_count(folder):
     """The worker reads far ahead; the state is that of the rows that were taken."""
     config = build(folder, SHARES[3])
-    dataset = StreamDataset(stream(config), 4)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=1, prefetch_factor=50)
+    feed = Feed(stream(config), 4)
+    loader = torch.utils.data.DataLoader(dataset(feed), batch_size=4, num_workers=1, prefetch_factor=50)
     iterator = iter(loader)
     first = next(iterator)
     deadline = time.monotonic() + 20
-    while len(list(dataset.journal.folder.glob("*.json"))) < 3 and time.monotonic() < deadline:
+    while len(list(feed.journal.folder.glob("*.json"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-    state = dataset.state_at(4)
-    assert len(list(dataset.journal.folder.glob("*.json"))) >= 3 and state["row"] == 4
-    rest = StreamDataset(stream(config), 4)
+    state = feed.state_at(4)
+    assert len(list(feed.journal.folder.glob("*.json"))) >= 3 and state["row"] == 4
+    rest = Feed(stream(config), 4)
     rest.load_state_dict(through(state))
-    assert equal([first, *batches(rest, 0)], list(batches(StreamDataset(stream(config), 4), 0)))
+    assert equal([first, *batches(rest, 0)], list(batches(Feed(stream(config), 4), 0)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -177,10 +177,11 @@ def test_ranks_take_their_slices_and_resume(folder, workers):
     def ranks(state=None):
         found = []
         for rank in (0, 1):
-            dataset = StreamDataset(stream(config), 6)
+            feed = Feed(stream(config), 6)
             if state:
-                dataset.load_state_dict(state)
-            found.append([*batches(IterableDatasetShard(dataset, 3, False, 2, rank), workers, 3)])
+                feed.load_state_dict(state)
+            shard = IterableDatasetShard(dataset(feed), 3, False, 2, rank)
+            found.append([*torch.utils.data.DataLoader(shard, batch_size=3, num_workers=workers)])
         return found
 
     whole = ranks()
@@ -275,8 +276,9 @@ def trained(config: StreamConfig, output: Path, workers: int, stop: int | None =
         learning_rate=1e-2, save_strategy="no", seed=0, use_cpu=True, report_to="none", disable_tqdm=True,
         dataloader_num_workers=workers, remove_unused_columns=False, ignore_data_skip=True,
     )  # fmt: skip
-    callback = StreamCallback(StreamDataset(stream(config), 4))
-    trainer = Trainer(model=model, args=args, train_dataset=callback.dataset, callbacks=[callback, Stop()])
+    feed = Feed(stream(config), 4)
+    callback = make_callback(feed)
+    trainer = Trainer(model=model, args=args, train_dataset=dataset(feed), callbacks=[callback, Stop()])
     trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{resume}") if resume else None)
     history = [(e["step"], e["loss"], e["grad_norm"], e["learning_rate"]) for e in trainer.state.log_history if "loss" in e]
     return history, torch.cat([p.detach().flatten() for p in model.parameters()]), callback
@@ -313,7 +315,7 @@ def test_trainer_stops_with_a_sentence_where_the_budget_ends(folder, tmp_path):
 def test_trainer_that_would_skip_is_refused(folder, tmp_path):
     from transformers import TrainingArguments
 
-    callback = StreamCallback(StreamDataset(stream(build(folder, SHARES[1]))))
+    callback = make_callback(Feed(stream(build(folder, SHARES[1]))))
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(UserError, match="give ignore_data_skip=True"):
         callback.on_train_begin(args, None, None)
@@ -355,10 +357,10 @@ def test_budget_is_met_within_one_batch(folder):
     config = build(folder, SHARES[3])
     rows = list(stream(config))
     for batch in (1, 4, 7):
-        dataset = StreamDataset(stream(config), batch)
-        found = list(dataset)
+        feed = Feed(stream(config), batch)
+        found = list(feed)
         assert len(found) == len(rows) // batch * batch
-        tokens = sum(source["tokens"] for source in dataset.realised_at(len(found)).values())
+        tokens = sum(source["tokens"] for source in feed.realised_at(len(found)).values())
         assert tokens == sum(int((row["input_ids"] != TOKENIZER.pad_token_id).sum()) for row in found)
         assert config.tokens - 16 * batch < tokens <= config.tokens
 
@@ -544,7 +546,7 @@ def test_error_in_a_worker_stays_one_sentence(folder):
     config = build(folder, {"c": 1.0})
     config = config.model_copy(update={"sources": {"c": config.sources["c"].model_copy(update={"when_exhausted": "refuse"})}})
     with pytest.raises(StreamError) as caught:
-        list(batches(StreamDataset(stream(config)), 1))
+        list(batches(Feed(stream(config)), 1))
     assert str(caught.value).startswith("source c ran out") and "\n" not in str(caught.value)
 
 
@@ -586,7 +588,7 @@ def hub(folder, tmp_path, monkeypatch) -> list[dict]:
     write(tmp_path / "own" / "set" / "other.parquet", [{"text": "zzz"}] * 9)
     monkeypatch.chdir(tmp_path)
     asked, real = [], datasets.load_dataset_builder
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: asked.append(k) or real(*a, **k))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: asked.append((*a, k)) or real(*a, **k))
     return asked
 
 
@@ -597,7 +599,7 @@ def test_hub_data_set_is_read_at_its_commit(hub):
     )  # fmt: skip
     one = stream(config)
     rows = list(one)
-    assert hub[0] == {"path": "own/set", "name": None, "revision": "a" * 40, "data_files": {"test": "part-*.parquet"}}
+    assert hub[0] == ("own/set", None, {"data_files": {"test": ["part-*.parquet"]}, "revision": "a" * 40})
     assert all(text.startswith(("h", "x", "y", "z", " ", ".", ";")) and "zzz" not in text for text in documents(rows))
     found = one.realised()["w"]
     assert found["revision"] == "a" * 40 and found["place"] == "own/set@aaaaaaaa" and len(found["shards"]) == 2

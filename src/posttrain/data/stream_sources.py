@@ -107,17 +107,16 @@ def open_shards(name: str, source: StreamSource, block: int) -> Shards:
     """List the shards and check the columns; no rows are read. A :class:`UserError` says what is wrong with the source."""
     from datasets import load_dataset_builder
 
-    words: dict[str, Any] = {}
-    if source.repo is None:
-        kind, found = local_files(name, source)
-        words = {"path": kind, "data_files": {source.split: [str(file.resolve()) for file in found]}}
+    path, files = source.repo, [source.files] if source.files else None
+    if path is None:
+        path, found = local_files(name, source)
+        files = [str(file.resolve()) for file in found]
     elif source.revision is None:
-        raise UserError(f"source {name}: {source.repo} has no revision; run `make pin` once with network access.")
-    else:
-        words = {"path": source.repo, "name": source.config_name, "revision": source.revision}
-        words |= {"data_files": {source.split: source.files}} if source.files else {}
+        raise UserError(f"source {name}: {path} has no revision; run `make pin` once with network access.")
     try:
-        builder = load_dataset_builder(**words)
+        builder = load_dataset_builder(
+            path, source.config_name, data_files={source.split: files} if files else None, revision=source.revision
+        )
         if hasattr(builder.config, "batch_size"):
             builder.config.batch_size = block  # not whole row groups; an empty shard has none to take the size from
         dataset = builder.as_streaming_dataset(split=source.split)

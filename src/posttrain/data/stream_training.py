@@ -11,13 +11,11 @@ to tokenise everything; the tokenizer's threads (TOKENIZERS_PARALLELISM=true) ar
 
 A worker is ahead of training by what it prefetched. It therefore writes down each window's record (`Journal`), and the
 callback, which knows how many rows the optimizer steps took, computes the state after exactly these rows.
-
-This module is imported by training jobs alone, inside their main function: torch stands at the top, since a class that
-workers unpickle has to be found by name.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -25,14 +23,14 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import TrainerCallback
+from typing import TYPE_CHECKING, Any
 
 from posttrain.core import manifest
 from posttrain.core.errors import UserError
 from posttrain.data.streams import TokenStream, realised, state_at
+
+if TYPE_CHECKING:
+    import torch
 
 STATE = "stream.json"
 
@@ -75,7 +73,31 @@ class Journal:
             path.unlink(missing_ok=True)
 
 
-class StreamDataset(torch.utils.data.IterableDataset):
+@functools.cache
+def _dataset_class() -> Any:
+    import torch
+
+    class StreamDataset(torch.utils.data.IterableDataset):
+        """What a DataLoader asks for: an IterableDataset around a feed."""
+
+        def __init__(self, feed: Feed):
+            self.feed = feed
+
+        def __iter__(self):
+            return iter(self.feed)
+
+        def __reduce__(self):  # for workers that are not forked: a class made in a function is not found by its name
+            return dataset, (self.feed,)
+
+    return StreamDataset
+
+
+def dataset(feed: Feed) -> Any:
+    """A torch IterableDataset over the feed's rows. Every call gives another view of the same feed."""
+    return _dataset_class()(feed)
+
+
+class Feed:
     """Rows {input_ids, position_ids, labels}, each int64 [length], from where the stream stands.
 
     It ends after a multiple of `batch` rows (one optimizer step, over all ranks), so that the budget is met within one batch
@@ -87,6 +109,8 @@ class StreamDataset(torch.utils.data.IterableDataset):
         self.steps_left = False  # of a training that would otherwise end, or fail inside accelerate, without a reason
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        import torch
+
         worker = torch.utils.data.get_worker_info()
         if worker is not None and worker.id > 0:
             return
@@ -126,51 +150,58 @@ class StreamDataset(torch.utils.data.IterableDataset):
         self.journal.clear()
 
 
-class StreamCallback(TrainerCallback):
-    """Writes `stream.json` into every checkpoint and takes it up again. Pass it before the callback that seals checkpoints, and
-    `ignore_data_skip=True` to the TrainingArguments: the Trainer would otherwise skip rows that are not read again.
+def make_callback(feed: Feed) -> Any:
+    """The TrainerCallback that writes `stream.json` into every checkpoint and takes it up again.
+
+    Pass it before the callback that seals checkpoints, and `ignore_data_skip=True` to the TrainingArguments: the Trainer would
+    otherwise skip rows that are not read again. `.row` counts the rows that optimizer steps took, `.realised()` says, on
+    rank 0, what they were made of.
     """
+    import torch
+    from transformers import TrainerCallback
 
-    def __init__(self, dataset: StreamDataset):
-        self.dataset = dataset
-        self.origin = (0, 0)  # (step, row) at which this run began
-        self.row = 0  # rows that the optimizer steps so far took
+    class StreamCallback(TrainerCallback):
+        origin = (0, 0)  # (step, row) at which this run began
+        row = 0  # rows that the optimizer steps so far took
 
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        if not args.ignore_data_skip:
-            raise UserError("a stream resumes by itself; give ignore_data_skip=True to the TrainingArguments.")
-        if state.global_step:
-            path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
-            try:
-                self.dataset.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, KeyError) as error:
-                raise UserError(f"{path} is missing or not readable ({error}); delete this checkpoint and run again.") from None
-        self.dataset.steps_left = state.global_step < state.max_steps
-        self.origin, self.row = (state.global_step, self.dataset.first), self.dataset.first
-        # A DataLoader draws its workers' seed when it begins, by default from torch's global generator. A resumed run has
-        # restored that one before it begins, so dropout would differ from the uninterrupted run's.
-        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
-        if loader is not None:
-            loader.generator = torch.Generator().manual_seed(args.seed)
+        def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            if not args.ignore_data_skip:
+                raise UserError("a stream resumes by itself; give ignore_data_skip=True to the TrainingArguments.")
+            if state.global_step:
+                path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
+                try:
+                    feed.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+                except (OSError, ValueError, KeyError) as error:
+                    raise UserError(
+                        f"{path} is missing or not readable ({error}); delete this checkpoint and run again."
+                    ) from None
+            feed.steps_left = state.global_step < state.max_steps
+            self.origin, self.row = (state.global_step, feed.first), feed.first
+            # A DataLoader draws its workers' seed when it begins, by default from torch's global generator. A resumed run has
+            # restored that one before it begins, so dropout would differ from the uninterrupted run's.
+            loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
+            if loader is not None:
+                loader.generator = torch.Generator().manual_seed(args.seed)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        self.row = self.origin[1] + (state.global_step - self.origin[0]) * per_step
-        if state.global_step % 100 == 0:
-            self.dataset.journal.at(self.row)
+        def on_step_end(self, args, state, control, **kwargs):
+            per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            self.row = self.origin[1] + (state.global_step - self.origin[0]) * per_step
+            if state.global_step % 100 == 0:
+                feed.journal.at(self.row)
 
-    def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            manifest.write_atomically(folder / STATE, json.dumps(self.dataset.state_at(self.row)))
+        def on_save(self, args, state, control, **kwargs):
+            if state.is_world_process_zero:
+                folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+                manifest.write_atomically(folder / STATE, json.dumps(feed.state_at(self.row)))
 
-    def on_epoch_end(self, args, state, control, **kwargs):
-        """The Trainer would begin another epoch."""
-        if state.global_step < state.max_steps and not control.should_training_stop:
-            raise UserError(
-                f"the stream's budget of {self.dataset.stream.config.tokens} tokens was met at step {state.global_step} of {state.max_steps}; raise tokens or lower steps."
-            )
+        def on_epoch_end(self, args, state, control, **kwargs):
+            """The Trainer would begin another epoch."""
+            if state.global_step < state.max_steps and not control.should_training_stop:
+                raise UserError(
+                    f"the stream's budget of {feed.stream.config.tokens} tokens was met at step {state.global_step} of {state.max_steps}; raise tokens or lower steps."
+                )
 
-    def realised(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer steps so far were trained on, for the manifest's card. On rank 0."""
-        return self.dataset.realised_at(self.row)
+        def realised(self) -> dict[str, dict[str, Any]]:
+            return feed.realised_at(self.row)
+
+    return StreamCallback()
