@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -276,7 +279,7 @@ def trained(config: StreamConfig, output: Path, workers: int, stop: int | None =
         learning_rate=1e-2, save_strategy="no", seed=0, use_cpu=True, report_to="none", disable_tqdm=True,
         dataloader_num_workers=workers, remove_unused_columns=False, ignore_data_skip=True,
     )  # fmt: skip
-    feed = Feed(stream(config), 4)
+    feed = Feed(stream(config), 4 * args.world_size)
     callback = make_callback(feed)
     trainer = Trainer(model=model, args=args, train_dataset=dataset(feed), callbacks=[callback, Stop()])
     trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{resume}") if resume else None)
@@ -297,6 +300,38 @@ def test_trainer_stopped_and_resumed_is_the_uninterrupted_one_bit_by_bit(folder,
         assert history == whole and torch.equal(again, weights)
         assert resumed.realised() == callback.realised()
     assert callback.realised()["a"]["tokens"] > 0 and callback.row == 20
+
+
+RANKS = """
+import json, sys
+from pathlib import Path
+from accelerate import PartialState
+from tests.data.test_streams import SHARES, build, torch, trained
+folder, out = map(Path, sys.argv[1:3])
+config = build(folder, SHARES[3])
+whole, weights, callback = trained(config, out / "whole", 0)
+trained(config, out / "cut", 1, stop=2)
+history, again, resumed = trained(config, out / "cut", 1, resume=2)
+state = PartialState()
+same = [history == whole, torch.equal(weights, again)]
+if state.is_main_process:
+    same.append(resumed.realised() == callback.realised())
+    (out / "found.json").write_text(json.dumps([state.num_processes, same, callback.row, whole]))
+assert all(same), (state.process_index, same)
+state.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_trainer_of_two_processes_resumes_bit_by_bit(folder, tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
+    words += [str(tmp_path / "ranks.py"), str(folder), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    processes, same, row, history = json.loads((tmp_path / "found.json").read_text())
+    assert (processes, same, row, len(history)) == (2, [True, True, True], 40, 5)
 
 
 def test_trainer_stops_with_a_sentence_where_the_budget_ends(folder, tmp_path):
