@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core import manifest, models, tables
-from posttrain.core.config import JobConfig
+from posttrain.core.config import JobConfig, settings, validate
 from posttrain.core.errors import UserError
 from posttrain.data import mix, tasks, tokenizer
 from posttrain.data.mix import Config, Part, draw, main, texts
@@ -159,6 +159,40 @@ def test_missing_split_is_named(world, tmp_path):
     )
     with pytest.raises(UserError, match=r"documents\.parquet has no rows for .*validation"):
         main(job(world, tmp_path, sources={"two_style": world["task"], "prose": only}))
+
+
+def test_source_that_is_too_small_is_repeated_or_refused(world, tmp_path):
+    parts = {"two_style": {"share": 0.25, "field": "demonstration"}, "prose": {"share": 0.75, "field": "text"}}
+    refusing = {**parts, "prose": {**parts["prose"], "when_exhausted": "refuse"}}
+    with pytest.raises(UserError, match=r"^source prose has 156 tokens in split train and its share is 750; set when_exhausted"):
+        main(job(world, tmp_path, parts=refusing))
+    main(one := job(world, tmp_path, parts=refusing, tokens=208))  # 156 tokens are 0.75 of 208: just enough
+    assert manifest.read(one.output).card["realised"]["prose"] == {"tokens": 156, "documents": 12, "epochs": 1.0}
+    main(job(world, tmp_path, parts=parts))  # repeated, as ever
+
+
+def test_a_key_at_its_default_leaves_the_digest_of_older_mixes(world, tmp_path):
+    found = settings(job(world, tmp_path))["parts"]["prose"]
+    assert "when_exhausted" not in found and found["share"] == 0.75
+    refusing = Part(share=1, field="text", when_exhausted="refuse")
+    assert refusing.model_dump()["when_exhausted"] == "refuse"
+
+
+def test_a_part_that_would_get_nothing_is_named(world, tmp_path):
+    parts = {"two_style": {"share": 0.001, "field": "demonstration"}, "prose": {"share": 0.999, "field": "text"}}
+    with pytest.raises(
+        UserError, match=r"^source two_style gets no token in split validation; raise its share or held_out_tokens"
+    ):
+        main(job(world, tmp_path, parts=parts))
+    with pytest.raises(UserError, match=r"^source prose has no documents in split train; check the source's sizes"):
+        mix.check("prose", Part(share=1, field="text"), [], 10, "train")
+    for share, sentence in (
+        (0, r"x: parts\.p\.share = 0: a part with a share of 0 is never read; delete it"),
+        (0.5, "sum to 0.5, not 1"),
+    ):
+        values = {"output": "o", "parts": {"p": {"share": share, "field": "text"}}, "tokenizer": "t", "sources": {}}
+        with pytest.raises(UserError, match=sentence):
+            validate(Config, values, "x")
 
 
 def test_module_announces_itself():

@@ -5,9 +5,13 @@ Shares are of tokens. What was realised (tokens, documents, epochs per source) i
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import field_validator, model_serializer
 
 from posttrain.core import cli, manifest, tables
 from posttrain.core.config import JobConfig, Model, key
@@ -21,6 +25,20 @@ class Part(Model):
         help="text: corpus documents; demonstration: prompt + worked response; expression: prompt + bare answer; web: raw form"
     )
     families: tuple[str, ...] = key((), help="take items of these families alone; empty: all")
+    when_exhausted: Literal["repeat", "refuse"] = key("repeat", help="after the last document: from the first again, or an error")
+
+    @field_validator("share", mode="before")
+    @classmethod
+    def _share_of_nothing(cls, value: Any) -> Any:
+        if value == 0 and not isinstance(value, bool):
+            raise ValueError("a part with a share of 0 is never read; delete it or give it a share above 0")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: Any) -> dict[str, Any]:
+        """Leave out what came later and is at its default: the digests of mixes made before stay."""
+        later = {"when_exhausted": "repeat", "families": ()}
+        return {name: value for name, value in handler(self).items() if name not in later or value != later[name]}
 
 
 class Config(JobConfig):
@@ -50,7 +68,22 @@ def texts(name: str, part: Part, source: Path, split: str) -> list[str]:
     return [row["prompt"] + row[field] for row in rows]
 
 
-def draw(documents: list[list[int]], budget: int, seed: int) -> tuple[list[list[int]], float]:
+class Encoded(Sequence):
+    """Documents that are tokenised when they are asked for, each ending in EOS: a mix often takes a part of a corpus."""
+
+    def __init__(self, tokenizer: Any, texts: list[str]) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @functools.cache  # noqa: B019 - lives as long as its job
+    def __getitem__(self, index: int) -> list[int]:
+        ids = self.tokenizer(self.texts[index], add_special_tokens=False)["input_ids"]
+        return [*ids, self.tokenizer.eos_token_id]
+
+
+def draw(documents: Sequence[list[int]], budget: int, seed: int) -> tuple[list[list[int]], float]:
     """Documents in seeded order until the budget is met, again from the start if need be; and how many epochs that is.
 
     The last document is cut so that shares are exact.
@@ -67,6 +100,21 @@ def draw(documents: list[list[int]], budget: int, seed: int) -> tuple[list[list[
     return taken, count / len(order)
 
 
+def check(name: str, part: Part, documents: Sequence[list[int]], budget: int, split: str) -> None:
+    """Refuse a source that would silently be left out of a split, and one too small for `when_exhausted: refuse`."""
+    if not documents or not budget:
+        fault, remedy = (
+            ("has no documents", "check the source's sizes")
+            if budget
+            else ("gets no token", f"raise its share or {'tokens' if split == 'train' else 'held_out_tokens'}")
+        )
+        raise UserError(f"source {name} {fault} in split {split}; {remedy}, or delete it from parts.")
+    if part.when_exhausted == "refuse" and (there := sum(map(len, documents))) < budget:
+        raise UserError(
+            f"source {name} has {there} tokens in split {split} and its share is {budget}; set when_exhausted: repeat, or lower its share or the budget."
+        )
+
+
 def main(job: Config) -> None:
     from posttrain.core.models import load_tokenizer
 
@@ -78,9 +126,9 @@ def main(job: Config) -> None:
     for split in ("train", "validation", "test"):
         total = job.tokens if split == "train" else job.held_out_tokens
         for name, part in sorted(job.parts.items()):
-            encoded = tokenizer(texts(name, part, job.sources[name], split), add_special_tokens=False)["input_ids"]
-            documents = [[*ids, tokenizer.eos_token_id] for ids in encoded]
+            documents = Encoded(tokenizer, texts(name, part, job.sources[name], split))
             budget = round(total * part.share)
+            check(name, part, documents, budget, split)
             taken, epochs = draw(documents, budget, derive(job.seed, "mix", name, split))
             rows += [{"split": split, "source": name, "input_ids": ids} for ids in taken]
             if split == "train":

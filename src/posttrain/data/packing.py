@@ -55,16 +55,18 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def pack(documents: Sequence[Sequence[int]], length: int, pad: int, overlap: int = 0) -> dict[str, np.ndarray]:
-    """Rows of `length` tokens: input_ids, position_ids, labels, all int64 [rows, length].
+def lay(
+    pieces: Sequence[Sequence[int]],
+    bins: Sequence[Sequence[int]],
+    length: int,
+    pad: int,
+    known: Sequence[int] | None = None,
+) -> dict[str, np.ndarray]:
+    """Rows of `length` tokens, one per bin of piece numbers: input_ids, position_ids, labels, all int64 [bins, length].
 
-    labels are the ids themselves (the model shifts them), -100 at each document's first token and on padding.
-    Padding forms one more "document" at the end of a row. overlap > 0: over-long documents are cut by :func:`overlapping`
-    instead of :func:`split_long`, and labels are -100 on a chunk's context, too.
+    labels are the ids themselves (the model shifts them), -100 at each piece's first token, on what `known` counts as
+    context at its beginning, and on padding. Padding forms one more "document" at the end of a row.
     """
-    chunks = overlapping(documents, length, overlap) if overlap else [(piece, 0) for piece in split_long(documents, length)]
-    pieces = [piece for piece, _ in chunks]
-    bins = best_fit([len(piece) for piece in pieces], length)
     ids = np.full((len(bins), length), pad, dtype=np.int64)
     positions = np.zeros_like(ids)
     labels = np.full_like(ids, IGNORE)
@@ -72,11 +74,22 @@ def pack(documents: Sequence[Sequence[int]], length: int, pad: int, overlap: int
         at = 0
         for index in members:
             piece = np.asarray(pieces[index], dtype=np.int64)
-            end = at + len(piece)
+            end, first = at + len(piece), max(1, known[index] if known else 0)
             ids[row, at:end] = piece
             positions[row, at:end] = np.arange(len(piece))
-            known = max(1, chunks[index][1])
-            labels[row, at + known : end] = piece[known:]
+            labels[row, at + first : end] = piece[first:]
             at = end
         positions[row, at:] = np.arange(length - at)
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def pack(documents: Sequence[Sequence[int]], length: int, pad: int, overlap: int = 0) -> dict[str, np.ndarray]:
+    """Documents laid into rows by :func:`best_fit`; what is returned is that of :func:`lay`.
+
+    overlap > 0: over-long documents are cut by :func:`overlapping` instead of :func:`split_long`, and labels are -100 on a
+    chunk's context, too.
+    """
+    chunks = overlapping(documents, length, overlap) if overlap else [(piece, 0) for piece in split_long(documents, length)]
+    pieces = [piece for piece, _ in chunks]
+    bins = best_fit([len(piece) for piece in pieces], length)
+    return lay(pieces, bins, length, pad, [context for _, context in chunks])
