@@ -294,8 +294,9 @@ class Study:
     def checkpoint(self, task: str, name: str) -> str:
         """Reference of a checkpoint by the name that evaluation gives it: base, sft_<arm>, rl_base, rl_<arm>."""
         for section in self.sections["evaluate"].values():
-            if name in section.checkpoint and section.checkpoint[name].model:
-                return section.checkpoint[name].model
+            named = getattr(section, "checkpoint", {})
+            if name in named and named[name].model:
+                return named[name].model
         stage, _, arm = name.partition("_")
         if name == "base":
             return self.references("sft", "train", (task, self.arms[0]))["start"]
@@ -382,8 +383,8 @@ class Study:
         }
         for method, claims in read_claims(path).items():
             for name, claim in claims.items():
-                if claim.kind in ("scalar", "rows"):
-                    self.path(claim.reference, 0)
+                for reference in filter(None, (claim.reference, claim.against)):
+                    self.path(reference, 0)
                 if claim.kind not in valid:
                     continue
                 if claim.task not in tasks:
