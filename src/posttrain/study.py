@@ -160,6 +160,11 @@ class Study:
             elif axis not in methods(stage)[method].open:
                 where = f"{self.folder / stage}.yaml: {method}.{axis}"
                 raise UserError(f"{where} has no entry '{value}'{nearest(value, blocks)}")
+        return self._pinned(result)
+
+    def _pinned(self, block: dict[str, Any]) -> dict[str, Any]:
+        """The block with the pinned commit wherever it, or a block inside it, names a repo without a revision."""
+        result = {name: self._pinned(value) if isinstance(value, dict) else value for name, value in block.items()}
         if result.get("repo") in self.revisions and result.get("revision") is None:
             result["revision"] = self.revisions[result["repo"]]
         return result
