@@ -50,7 +50,9 @@ class Weights:
         """The model's state, live, after a check that every stored tensor has its place there."""
         state = model.state_dict()
         if unknown := sorted(set(self.names) - set(state)):
-            raise UserError(f"tensor {unknown[0]} of {self.path} is no weight of its architecture; load and save that model once.")
+            raise UserError(
+                f"tensor {unknown[0]} of {self.path} is no weight of its architecture; load and save that model once."
+            )
         return state
 
     def dtypes(self) -> dict[str, int]:
