@@ -41,3 +41,5 @@ def test_a_family_without_items_is_named():
     for repeat in (False, True):
         with pytest.raises(UserError, match=r"^families: no item of the family 'd' is left; name one that the task has"):
             take(ITEMS, ("a", "d"), 4, repeat=repeat)
+        with pytest.raises(UserError, match=r"^families: 1 items have no share for each of 2 families; take more items\.$"):
+            take(ITEMS, ("a", "b"), 1, repeat=repeat)

@@ -11,6 +11,7 @@ from typing import Literal
 from posttrain.core import cli, determinism, distributed, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.determinism import derive
+from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker, read_history
 from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.data import chat, verify
@@ -82,6 +83,8 @@ def training_items(job: Config) -> list[dict]:
         rows = tables.read(job.passes.parent / "passes.parquet", ["id", "correct"])
         kept = {row["id"] for row in rows if low <= row["correct"] <= high}
         items = [item for item in items if item["id"] in kept]
+        if not items:
+            raise UserError(f"pass_counts = [{low}, {high}]: no prompt of {job.passes} has so many right samples; widen it.")
     return take(items, job.families, job.prompts, repeat=True)
 
 
