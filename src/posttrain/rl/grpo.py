@@ -13,7 +13,15 @@ from posttrain.core.config import key
 from posttrain.core.determinism import derive
 from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker, read_history
-from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
+from posttrain.core.training import (
+    TrainingConfig,
+    arguments,
+    checkpoint_folder,
+    discard_checkpoints,
+    make_callback,
+    save_trained,
+    train,
+)
 from posttrain.data import chat, verify
 from posttrain.data.items import take
 from posttrain.rl.rewards import RewardLog, exact_answer
@@ -124,7 +132,8 @@ def main(job: Config) -> None:
     tokenizer.padding_side = "left"
     items = training_items(job)
     tracker = Tracker(job)
-    log = RewardLog(job.folder / "rewards.jsonl") if tracker.rank0 else None  # rank 0's share of the prompts
+    # rank 0's share of the prompts; among the checkpoints, so that another configuration does not take it up
+    log = RewardLog(checkpoint_folder(job) / "rewards.jsonl") if tracker.rank0 else None
     callback = make_callback(job, tracker)
     rollouts: list[dict] = []
     trainer = make_trainer(job, items, tokenizer, [callback], rollouts, log)
@@ -148,7 +157,6 @@ def main(job: Config) -> None:
     if rollouts:
         files.append(tables.write(rollouts[: 4 * job.generations], job.folder / "rollouts.parquet"))
     files.append(tables.write(log.rows(), job.folder / "rewards.parquet"))
-    log.path.unlink(missing_ok=True)
     tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})
     manifest.publish(job, metrics, [*files, tracker.path])
     discard_checkpoints(job)
