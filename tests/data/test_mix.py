@@ -173,7 +173,8 @@ def test_source_that_is_too_small_is_repeated_or_refused(world, tmp_path):
 
 def test_a_key_at_its_default_leaves_the_digest_of_older_mixes(world, tmp_path):
     found = settings(job(world, tmp_path))["parts"]["prose"]
-    assert "when_exhausted" not in found and found["share"] == 0.75
+    assert found == {"share": 0.75, "field": "text"}  # as JSON, which is what digests are made of
+    assert Part(share=1, field="web", families=("math",)).model_dump(mode="json")["families"] == ["math"]
     refusing = Part(share=1, field="text", when_exhausted="refuse")
     assert refusing.model_dump()["when_exhausted"] == "refuse"
 
@@ -193,6 +194,93 @@ def test_a_part_that_would_get_nothing_is_named(world, tmp_path):
         values = {"output": "o", "parts": {"p": {"share": share, "field": "text"}}, "tokenizer": "t", "sources": {}}
         with pytest.raises(UserError, match=sentence):
             validate(Config, values, "x")
+
+
+@pytest.fixture(scope="module")
+def domains(tmp_path_factory) -> dict[str, Path]:
+    """Items of three families with a raw web form in two of them, and a tokenizer for them."""
+    root = tmp_path_factory.mktemp("domains")
+    found = {"task": place(root, "data/domains/d"), "tokenizer": place(root, "data/tokenizer/d")}
+    found["prose"] = found["task"]  # `job` names it
+    rows = [
+        {
+            "split": split,
+            "family": family,
+            "prompt": f"{family[0]}{i}=",
+            "answer": "1",
+            "demonstration": f"<think>{i}</think>1",
+            "web": "" if family == "science" else f"{family[0]}{i}{split[0]}. ",
+        }
+        for split in ("train", "validation", "test")
+        for family in ("math", "code", "science")
+        for i in range(7)
+    ]
+    manifest.publish(JobConfig(output=found["task"]), {}, [tables.write(rows, found["task"].parent / "items.parquet")])
+    marks = ("<think>", "</think>")
+    tokenizer.main(tokenizer.Config(output=found["tokenizer"], kind="characters", alphabet="0123456789mcstvr=. ", tokens=marks))
+    return found
+
+
+def test_families_and_web_forms(domains):
+    def of(split="train", **values) -> list[str]:
+        return texts("x", Part(share=1, **values), domains["task"], split)
+
+    assert of(field="web", families=("math",)) == [f"m{i}t. " for i in range(7)]
+    assert of("validation", field="web", families=("code",)) == [f"c{i}v. " for i in range(7)]
+    assert sorted(of(field="web")) == sorted(f"{f}{i}t. " for f in "mc" for i in range(7))  # an empty form is no document
+    assert of(field="demonstration", families=("science",)) == [f"s{i}=<think>{i}</think>1" for i in range(7)]
+    assert sorted(of(field="expression", families=("math", "science"))) == sorted(f"{f}{i}=1" for f in "ms" for i in range(7))
+    assert len(of(field="demonstration")) == 21
+
+
+def test_each_part_of_a_mix_has_its_own_families(domains, tmp_path):
+    parts = {
+        "math": {"share": 0.5, "field": "demonstration", "families": ["math"]},
+        "math_web": {"share": 0.25, "field": "web", "families": ["math"]},
+        "science": {"share": 0.25, "field": "demonstration", "families": ["science"]},
+    }
+    sources = dict.fromkeys(parts, domains["task"])
+    main(one := job(domains, tmp_path, parts=parts, sources=sources, tokens=400, held_out_tokens=80))
+    read, firsts = models.load_tokenizer(domains["tokenizer"]), {"math": "m", "math_web": "m", "science": "s"}
+    for row in tables.read(one.folder / "documents.parquet"):
+        text = read.decode(row["input_ids"])
+        assert text[0] == firsts[row["source"]]
+        if len(text) > 2:  # the last document of a part is cut
+            assert text[2] == (row["split"][0] if row["source"] == "math_web" else "=")
+
+
+def test_families_that_leave_nothing_are_one_sentence(domains, tmp_path):
+    def run(**part):
+        main(job(domains, tmp_path, parts={"p": {"share": 1, **part}}, sources={"p": domains["task"]}))
+
+    with pytest.raises(UserError, match=r"items\.parquet has no rows for .*family"):
+        run(field="demonstration", families=["maths"])
+    with pytest.raises(UserError, match=r"^source p has no documents in split train; check the source's sizes"):
+        run(field="web", families=["science"])
+
+
+def test_documents_that_are_tokenised_when_drawn_are_those_of_the_whole_corpus(domains, monkeypatch):
+    """The same ids, cuts and epochs as from lists that were made beforehand; and only what was drawn is tokenised."""
+    read = models.load_tokenizer(domains["tokenizer"])
+    written = [f"m{i}t. " * (1 + i % 3) for i in range(40)]
+    eager = [[*ids, read.eos_token_id] for ids in read(written, add_special_tokens=False)["input_ids"]]
+    asked: list[str] = []
+
+    class Watched:
+        eos_token_id = read.eos_token_id
+
+        def __call__(self, text, **options):
+            asked.append(text)
+            return read(text, **options)
+
+    for budget in (1, 7, 100, len(sum(eager, [])), 1500):
+        for seed in (0, 1):
+            asked.clear()
+            taken, epochs = draw(mix.Encoded(Watched(), written), budget, seed)
+            assert (taken, epochs) == draw(eager, budget, seed)
+            assert len(asked) == min(len(taken), len(written))  # each at most once
+    lazy = mix.Encoded(read, written)
+    assert len(lazy) == 40 and list(lazy) == eager and sum(map(len, lazy)) == sum(map(len, eager))
 
 
 def test_module_announces_itself():

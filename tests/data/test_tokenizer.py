@@ -96,3 +96,41 @@ def test_job_bpe_learns_from_the_training_split_alone(tmp_path):
 def test_bpe_without_corpus(tmp_path):
     with pytest.raises(UserError, match="kind: bpe needs --corpus"):
         main(Config(output=folder(tmp_path, "data/tokenizer/text"), kind="bpe"))
+
+
+THINK = ("<think>", "</think>")
+DEMONSTRATION = "<think>DE\n 12</think>4"
+
+
+@pytest.mark.parametrize("kind", ["characters", "bpe"])
+def test_further_tokens_are_one_id_each_and_stay_in_the_text(tmp_path, kind):
+    """Decoding without special tokens is what rewards and evaluations read: a thought's marks must survive it."""
+    corpus = folder(tmp_path, "data/corpus/prose")
+    rows = [{"split": "train", "text": text} for text in PROSE]
+    manifest.publish(JobConfig(output=corpus), {}, [tables.write(rows, corpus.parent / "documents.parquet")])
+    options = {"characters": {"alphabet": "0123456789=ab#<>/DE? \n"}, "bpe": {"vocabulary": 290, "corpus": corpus}}[kind]
+    plain, output = folder(tmp_path, "data/tokenizer/plain"), folder(tmp_path, "data/tokenizer/think")
+    main(Config(output=plain, kind=kind, **options))
+    main(Config(output=output, kind=kind, tokens=THINK, **options))
+    before, tokenizer = models.load_tokenizer(plain), models.load_tokenizer(output)
+    assert len(tokenizer) == len(before) + 2 == manifest.read(output).metrics["vocabulary"].value
+    assert [ids(tokenizer, mark) for mark in THINK] == [[len(before)], [len(before) + 1]]
+    assert {t: i for t, i in tokenizer.get_vocab().items() if t not in THINK} == before.get_vocab()
+    found = ids(tokenizer, DEMONSTRATION)
+    assert [found.count(len(before)), found.count(len(before) + 1)] == [1, 1] and tokenizer.eos_token_id not in found
+    for text in (DEMONSTRATION, " <think> 1 </think> 2 ", "<think></think>", "</think><think>"):
+        padded = [tokenizer.pad_token_id, *ids(tokenizer, text), tokenizer.eos_token_id]
+        assert tokenizer.decode(padded, skip_special_tokens=True) == text
+        assert tokenizer.batch_decode([padded], skip_special_tokens=True) == [text]
+
+
+def test_a_demonstration_goes_through_the_chat_template_and_back(tmp_path):
+    from posttrain.data import chat
+
+    output = folder(tmp_path, "data/tokenizer/think")
+    main(Config(output=output, kind="characters", alphabet="0123456789=abDE? \n", tokens=THINK))
+    tokenizer = models.load_tokenizer(output)
+    prompt, response = chat.render(tokenizer, "12=", DEMONSTRATION)
+    assert prompt == ids(tokenizer, "12=") == chat.prompt_ids(tokenizer, "12=")
+    assert response == [*ids(tokenizer, DEMONSTRATION), tokenizer.eos_token_id]
+    assert tokenizer.decode(response, skip_special_tokens=True) == DEMONSTRATION

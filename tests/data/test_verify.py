@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from posttrain.data.verify import correct, equal, extract, number
 
 BOX = "\\boxed{"
+STYLES = ["hash", "boxed", "think", "think_optional"]
 RIGHT, WRONG = True, False
 # (style, response, gold, verdict)
 TABLE = [
@@ -146,6 +147,42 @@ TABLE = [
     ("hash", "#1e5", "1e5", RIGHT),
     ("hash", "#anything", "\\frac{", WRONG),
     ("boxed", BOX + "}", "\\frac{", WRONG),
+    # a thought and then the answer; `think` demands the form, `think_optional` does not
+    ("think", "<think>1+2=3</think>3", "3", RIGHT),
+    ("think", " \n<think> 1 </think>\n 3 \n", "3", RIGHT),
+    ("think", "<think></think>3", "3", RIGHT),
+    ("think", "<think>4</think>03.0", "3", RIGHT),
+    ("think", "<think>3</think>4", "3", WRONG),
+    ("think", "3", "3", WRONG),  # a right answer outside the form earns nothing
+    ("think", "1+2=3 3", "3", WRONG),
+    ("think", "<think>1+2=3 3", "3", WRONG),  # the thought does not end
+    ("think", "1+2=3</think>3", "3", WRONG),  # nor begin
+    ("think", "So: <think>1</think>3", "3", WRONG),  # text before the thought
+    ("think", "3<think>1</think>3", "3", WRONG),
+    ("think", "<think>1</think>3<think>2</think>3", "3", WRONG),  # two thoughts
+    ("think", "<think>1</think><think>2</think>3", "3", WRONG),
+    ("think", "<think>a<think>b</think>c</think>3", "3", WRONG),  # one inside the other
+    ("think", "<think>1</think>3</think>", "3", WRONG),
+    ("think", "<think>1</think>3<think>", "3", WRONG),
+    ("think", "<think>1</think>", "3", WRONG),
+    ("think", "<think>3</think> \n", "3", WRONG),
+    ("think", "</think>3<think>", "3", WRONG),
+    ("think", "<think>1</think>3 apples", "3", WRONG),
+    ("think", "<think>1</think >3", "3", WRONG),
+    ("think", "<Think>1</Think>3", "3", WRONG),
+    ("think", "<think>DE</think>Europe", "europe", RIGHT),
+    ("think_optional", "<think>1+2=3</think>3", "3", RIGHT),
+    ("think_optional", "3", "3", RIGHT),
+    ("think_optional", " 3\n", "3", RIGHT),
+    ("think_optional", "1+2=3</think>3", "3", RIGHT),
+    ("think_optional", "So: <think>1</think>3", "3", RIGHT),
+    ("think_optional", "<think>3</think>4", "3", WRONG),
+    ("think_optional", "1+2=3 3", "3", WRONG),  # all of it is the answer
+    ("think_optional", "<think>3", "3", WRONG),
+    ("think_optional", "<think>1</think>3<think>2</think>3", "3", WRONG),
+    ("think_optional", "<think>a<think>b</think>c</think>3", "3", WRONG),
+    ("think_optional", "<think>3</think>", "3", WRONG),
+    ("think_optional", "", "3", WRONG),
     # length
     ("hash", "#" + "0" * 98 + "13", "13", RIGHT),
     ("hash", "#" + "0" * 5000 + "13", "13", WRONG),  # no plain number is that long
@@ -180,8 +217,8 @@ def test_table_from_a_process():
 
 
 @pytest.mark.parametrize("gold", ["", " ", "\n\t", "\u00a0"])
-@pytest.mark.parametrize("text", ["#13", "#", "", BOX + "}", "# "])
-@pytest.mark.parametrize("style", ["hash", "boxed"])
+@pytest.mark.parametrize("text", ["#13", "#", "", BOX + "}", "# ", "<think></think>"])
+@pytest.mark.parametrize("style", STYLES)
 def test_empty_gold_is_an_error_and_never_a_reward(gold, text, style):
     with pytest.raises(ValueError, match="gold answer is empty"):
         correct(text, gold, style)
@@ -205,13 +242,17 @@ def test_empty_gold_is_an_error_and_never_a_reward(gold, text, style):
         "x" * 100_000,
         "#" + "111," * 25_000 + "1",
         "{" * 50_000 + BOX + "}" * 50_000,
+        "<think>" * 15_000,
+        "</think>" * 15_000,
+        "<think>" + "<" * 100_000 + "</think>" + "<think" * 15_000,
+        " " * 100_000 + "<think></think>" + " " * 100_000 + "13",
     ],
     ids=lambda t: f"{t[:10]!a}x{len(t)}",
 )
 def test_hostile_texts_of_100_kb_take_linear_time(text):
     """Quadratic time would be minutes; the bound is a hundred times what is needed."""
     start = time.process_time()
-    for style in ("hash", "boxed"):
+    for style in STYLES:
         for gold in ("13", "a" * 1000, text):
             correct(text, gold, style)
     assert time.process_time() - start < 2
@@ -251,3 +292,19 @@ def test_grouping_and_zeros_do_not_change_a_number(value, grouped):
 @given(TEXTS.filter(str.strip), TEXTS.filter(str.strip))
 def test_equal_is_symmetric_and_reflexive(a, b):
     assert equal(a, a) and equal(a, b) == equal(b, a)
+
+
+THOUGHTS = st.lists(st.sampled_from(["<think>", "</think>", "<think", "think>", "1", "3", " ", "\n", "a"]), max_size=8).map("".join)
+
+
+@given(THOUGHTS)
+def test_the_gate_only_takes_away(text):
+    """What passes the gate is the same answer without it; a response without any tag never passes it."""
+    gated, free = extract(text, "think"), extract(text, "think_optional")
+    assert gated is None or gated == free
+    assert free is None or (free and text.rstrip().endswith(free) and "<think>" not in free and "</think>" not in free)
+    if gated is not None:
+        head, tail = text.split("</think>")  # exactly one end
+        assert head.lstrip().startswith("<think>") and tail.strip() == gated
+    if "<think>" not in text and "</think>" not in text:
+        assert gated is None and free == (text.strip() or None)

@@ -37,8 +37,8 @@ class Part(Model):
     @model_serializer(mode="wrap")
     def _without_defaults(self, handler: Any) -> dict[str, Any]:
         """Leave out what came later and is at its default: the digests of mixes made before stay."""
-        later = {"when_exhausted": "repeat", "families": ()}
-        return {name: value for name, value in handler(self).items() if name not in later or value != later[name]}
+        later = {"when_exhausted": ("repeat",), "families": ((), [])}  # a tuple is a list in JSON
+        return {name: value for name, value in handler(self).items() if value not in later.get(name, ())}
 
 
 class Config(JobConfig):

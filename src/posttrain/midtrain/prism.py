@@ -88,6 +88,7 @@ def follow(curve: Curve, every: int) -> Any:
         def on_step_end(self, args, state, control, model=None, **kwargs):
             if state.global_step % every == 0:
                 self.waiting = {name: found.value for name, found in curve(model).items()}
+                control.should_log = True  # at this step, however rare log lines are
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             if logs is not None and "train_runtime" not in logs:

@@ -11,8 +11,17 @@ from typing import Literal
 from posttrain.core import cli, determinism, distributed, manifest, models, tables
 from posttrain.core.config import key
 from posttrain.core.determinism import derive
+from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker, read_history
-from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
+from posttrain.core.training import (
+    TrainingConfig,
+    arguments,
+    checkpoint_folder,
+    discard_checkpoints,
+    make_callback,
+    save_trained,
+    train,
+)
 from posttrain.data import chat, verify
 from posttrain.data.items import take
 from posttrain.rl.rewards import RewardLog, exact_answer
@@ -82,6 +91,8 @@ def training_items(job: Config) -> list[dict]:
         rows = tables.read(job.passes.parent / "passes.parquet", ["id", "correct"])
         kept = {row["id"] for row in rows if low <= row["correct"] <= high}
         items = [item for item in items if item["id"] in kept]
+        if not items:
+            raise UserError(f"pass_counts = [{low}, {high}]: no prompt of {job.passes} has so many right samples; widen it.")
     return take(items, job.families, job.prompts, repeat=True)
 
 
@@ -121,7 +132,8 @@ def main(job: Config) -> None:
     tokenizer.padding_side = "left"
     items = training_items(job)
     tracker = Tracker(job)
-    log = RewardLog(job.folder / "rewards.jsonl") if tracker.rank0 else None  # rank 0's share of the prompts
+    # rank 0's share of the prompts; among the checkpoints, so that another configuration does not take it up
+    log = RewardLog(checkpoint_folder(job) / "rewards.jsonl") if tracker.rank0 else None
     callback = make_callback(job, tracker)
     rollouts: list[dict] = []
     trainer = make_trainer(job, items, tokenizer, [callback], rollouts, log)
@@ -134,7 +146,7 @@ def main(job: Config) -> None:
         return
     model = models.place(models.read(job.folder / "model"))  # what was saved is measured, whole on this process
     history = read_history(tracker.path)
-    prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in items[: job.kl_prompts]]
+    prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in take(items, job.families, job.kl_prompts)]
     metrics = {"kl_to_start": kl_to_start(model, models.load(job.start).to(model.device), tokenizer, prompts, job)}
     last = max(1, len(history) // 10)
     for name in CURVES:
@@ -145,7 +157,6 @@ def main(job: Config) -> None:
     if rollouts:
         files.append(tables.write(rollouts[: 4 * job.generations], job.folder / "rollouts.parquet"))
     files.append(tables.write(log.rows(), job.folder / "rewards.parquet"))
-    log.path.unlink(missing_ok=True)
     tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})
     manifest.publish(job, metrics, [*files, tracker.path])
     discard_checkpoints(job)

@@ -21,7 +21,10 @@ class RewardLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.attempt = 1 + max((row["attempt"] for row in self._lines()), default=0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = self._lines()
+        self.attempt = 1 + max((row["attempt"] for row in found), default=0)
+        path.write_text("".join(json.dumps(row) + "\n" for row in found))  # without a line that a kill cut short
 
     def _lines(self) -> list[dict[str, Any]]:
         return read_history(self.path) if self.path.exists() else []
