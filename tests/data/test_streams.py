@@ -169,6 +169,19 @@ def test_prefetched_rows_do_not_count(folder):
     assert equal([first, *batches(rest, 0)], list(batches(Feed(stream(config), 4), 0)))
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_of_a_process_whose_tokenizer_has_threads(folder, monkeypatch, method):
+    """A forked worker must not wait for threads that it does not have; a spawned one has to be able to unpickle the feed."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    TOKENIZER(["abc"] * 64)  # starts the threads
+    config = build(folder, SHARES[2], tokens=300)
+    whole = list(batches(Feed(stream(config), 4), 0))
+    loader = torch.utils.data.DataLoader(
+        dataset(Feed(stream(config), 4)), batch_size=4, num_workers=2, timeout=60, multiprocessing_context=method
+    )
+    assert equal(list(loader), whole)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ranks_take_their_slices_and_resume(folder, workers):
     """As accelerate divides an iterable data set: row r of step b on rank k is row (2b + k)B + r of the stream."""
@@ -424,8 +437,8 @@ def test_rows_of_a_window_are_mixed(folder):
     """Best-fit decreasing puts long pieces first; batches must not come sorted by length, which is by source."""
     one = stream(build(folder, SHARES[2], window=60, tokens=1500))
     first = [len(documents([row])[0]) for row in one]
-    assert first[: len(first) // 2] != sorted(first, reverse=True)[: len(first) // 2]
-    assert abs(np.mean(first[: len(first) // 2]) - np.mean(first[len(first) // 2 :])) < 3
+    assert first[:40] != sorted(first[:40], reverse=True)
+    assert abs(np.mean(first[:30]) - np.mean(first[30:60])) < 2
 
 
 def test_realised_names_shards_rows_and_content(folder):
