@@ -141,15 +141,14 @@ def test_states_of_a_resumed_run_are_those_of_the_whole_one(folder):
 def test_a_second_stop_soon_after_the_first(folder):
     config = build(folder, SHARES[2], tokens=500)
     whole, state, taken = list(stream(config)), stream(config).state_dict(), []
-    while True:
+    for _ in whole:
         one = stream(config)
         one.load_state_dict(through(state))
-        found = list(itertools.islice(one, 1))
-        if not found:
-            break
-        taken += found
+        taken += itertools.islice(one, 1)
         state = one.state_dict()
     assert equal(taken, whole)
+    one.load_state_dict(state)
+    assert not list(one)
 
 
 def test_prefetched_rows_do_not_count(folder):
@@ -431,6 +430,13 @@ def test_no_document_a_second_time_before_all_came_and_passes_differ(folder):
     realised = one.realised()["a"]
     assert realised["epochs"] == round(realised["documents"] / 33, 4) > 2
     assert order[:33] != order[33:66]
+
+
+def test_rows_of_a_block_come_in_another_order_each_pass(folder):
+    """One document per row and one row per window, so that rows come as documents are read."""
+    order = documents(stream(build(folder, {"c": 1.0}, tokens=400, window=1, packing=False)))
+    passes = {tuple(order[i : i + 4]) for i in range(0, len(order) - 4, 4)}
+    assert all(len(set(one)) == 4 for one in passes) and len(passes) > 5
 
 
 def test_rows_of_a_window_are_mixed(folder):
