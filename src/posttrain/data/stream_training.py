@@ -7,7 +7,9 @@ fetched and tokenised once per job) or by having each rank read all and keep its
 
 Of a DataLoader's workers the first alone reads; others end at once, and DataLoader goes on with the first in order. Which
 source comes next depends on how many tokens all documents before it have, so workers that share the reading would each have
-to tokenise everything; the tokenizer's threads (TOKENIZERS_PARALLELISM=true) are what makes one reader faster.
+to tokenise everything. What makes one reader faster is the tokenizer's threads: TOKENIZERS_PARALLELISM=true, with no worker
+or with one that is spawned (dataloader_multiprocessing_context). A forked one turns them off: it would wait for ever for the
+threads of the process that it is a copy of.
 
 A worker is ahead of training by what it prefetched. It therefore writes down each window's record (`Journal`), and the
 callback, which knows how many rows the optimizer steps took, computes the state after exactly these rows.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -114,6 +117,8 @@ class Feed:
         worker = torch.utils.data.get_worker_info()
         if worker is not None and worker.id > 0:
             return
+        if worker is not None and type(multiprocessing.current_process()).__name__ not in ("SpawnProcess", "ForkServerProcess"):
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
         held: list[dict[str, torch.Tensor]] = []
         given = False
         try:
