@@ -294,7 +294,9 @@ def test_equal_is_symmetric_and_reflexive(a, b):
     assert equal(a, a) and equal(a, b) == equal(b, a)
 
 
-THOUGHTS = st.lists(st.sampled_from(["<think>", "</think>", "<think", "think>", "1", "3", " ", "\n", "a"]), max_size=8).map("".join)
+THOUGHTS = st.lists(st.sampled_from(["<think>", "</think>", "<think", "think>", "1", "3", " ", "\n", "a"]), max_size=8).map(
+    "".join
+)
 
 
 @given(THOUGHTS)
