@@ -75,6 +75,11 @@ def test_parameters_equal_those_of_transformers(kind, more):
         ("paper", "Qwen/Qwen3-1.7B-Base", 1.7),
         ("paper", "Qwen/Qwen3-4B", 4.0),
         ("tiny", "base/packaged/smollm2", 0.135),
+        ("paper", "ibm-granite/granite-3.3-8b-base", 8.17),
+        ("paper", "meta-llama/Llama-3.1-8B", 8.03),
+        ("paper", "mistralai/Mistral-7B-v0.1", 7.24),
+        ("paper", "mistralai/Mistral-Small-24B-Base-2501", 23.6),
+        ("paper", "ibm-granite/granite-4.0-micro-base", 3.4),
     ],
 )
 def test_shapes_add_up_to_the_published_size(tier, name, billions):
@@ -201,7 +206,7 @@ def test_warns_when_a_job_does_not_fit(monkeypatch):
 def test_missing_shape_is_one_sentence():
     found = plan.Plan(Study({"tier": "paper"}))
     found.hardware = found.hardware.model_copy(update={"models": {}})
-    with pytest.raises(UserError, match=r"hardware.yaml: models has no 'Qwen/.*'; add its shape"):
+    with pytest.raises(UserError, match=r"hardware.yaml: models has no '.*'; add its shape"):
         plan.render(found)
 
 

@@ -24,7 +24,8 @@ activations (one micro-batch of s sequences)
   ZeRO 3: + 2 min(N, stage3_max_live_parameters) for parameters that are gathered
   jobs that do not train: logits of one micro-batch, 2 s T V w
   assumed: scoring of traces and validation hold the logits of one longest sequence at a time
-KV cache = 2 L k w s T: rollouts or samples at once; GRPO: at least its KL estimate, with the start's 4 N bytes
+KV cache = 2 L k w s T: rollouts or samples at once; GRPO: at least what its KL estimate, after training, needs beyond the
+  trainer's states: result and start in float32 (8 N bytes) and the samples
 engine = the share of the card that vLLM takes in the trainer's process
 peak = parameters + gradients + optimizer + engine + max(activations, KV cache): a trainer generates and trains in turn
   not counted: CUDA context, communication buffers, fragmentation

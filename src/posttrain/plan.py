@@ -27,6 +27,7 @@ from posttrain.cost import (
     forward_flops,
     training_flops,
     training_memory,
+    zero,
 )
 from posttrain.study import STAGES, Study, methods, settings_named
 
@@ -111,7 +112,11 @@ class Plan:
         if method == "scratch":
             shape: Shape = self.job(reference).shape
             tokenizer = self.job(self.inputs(reference)["tokenizer"])
-            vocab = len(set(tokenizer.alphabet)) + 2 if tokenizer.kind == "characters" else tokenizer.vocabulary
+            vocab = (
+                len(set(tokenizer.alphabet)) + len(tokenizer.tokens) + 2
+                if tokenizer.kind == "characters"
+                else tokenizer.vocabulary
+            )
             sizes = shape.model_dump(exclude={"context"})
             return Architecture(**sizes, kv_heads=shape.heads, vocab=vocab)
         name = self.job(reference).repo if method == "hub" else reference
@@ -161,6 +166,9 @@ class Plan:
         memory = training_memory(shape, job, cards, job.length, job.length)
         return Estimate(memory, tokens, self._train(shape, job, cards, job.length, tokens))
 
+    def _midtrain_prism(self, reference: str, job: Any, cards: int) -> Estimate:
+        return self._base_scratch(reference, job, cards)  # all tokens are targets, too
+
     def _sft_train(self, reference: str, job: Any, cards: int) -> Estimate:
         shape, length = self.shape(reference), min(job.max_length, self.trace_length(self.inputs(reference)["traces"]))
         tokens = job.steps * job.batch_size * length
@@ -193,10 +201,13 @@ class Plan:
         width = 2 if job.deepspeed and job.precision == "bfloat16" else 4
         memory = training_memory(shape, job, cards, length, job.max_new_tokens)
         rollouts = 0 if job.vllm else cache_bytes(shape, job.batch_size // cards, length, width)
-        divergence = cache_bytes(shape, job.kl_prompts, length, width) + 4 * shape.parameters
         engine = self.hardware.vllm_share * self.hardware.memory_gb * GB if job.vllm else 0
-        reference_model = 4 * shape.parameters if job.beta else 0
-        memory = replace(memory, parameters=memory.parameters + reference_model, cache=max(rollouts, divergence), engine=engine)
+        sharded = cards if zero(job.deepspeed)[0] == 3 else 1  # TRL prepares the reference as it does the policy
+        reference_model = 4 * shape.parameters / sharded if job.beta else 0
+        memory = replace(memory, parameters=memory.parameters + reference_model, cache=rollouts, engine=engine)
+        # when the trainer is gone, its result and the start are compared, both in float32 on one card
+        after = 8 * shape.parameters + cache_bytes(shape, job.kl_prompts, length, 4)
+        memory = replace(memory, cache=max(rollouts, after - (memory.peak - max(memory.activations, memory.cache))))
         parts = [
             self._train(shape, job, cards, length, tokens),
             self._forward(shape, length, tokens / job.iterations, "vllm" if job.vllm else "generate", cards),

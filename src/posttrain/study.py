@@ -160,6 +160,11 @@ class Study:
             elif axis not in methods(stage)[method].open:
                 where = f"{self.folder / stage}.yaml: {method}.{axis}"
                 raise UserError(f"{where} has no entry '{value}'{nearest(value, blocks)}")
+        return self._pinned(result)
+
+    def _pinned(self, block: dict[str, Any]) -> dict[str, Any]:
+        """The block with the pinned commit wherever it, or a block inside it, names a repo without a revision."""
+        result = {name: self._pinned(value) if isinstance(value, dict) else value for name, value in block.items()}
         if result.get("repo") in self.revisions and result.get("revision") is None:
             result["revision"] = self.revisions[result["repo"]]
         return result
@@ -294,8 +299,9 @@ class Study:
     def checkpoint(self, task: str, name: str) -> str:
         """Reference of a checkpoint by the name that evaluation gives it: base, sft_<arm>, rl_base, rl_<arm>."""
         for section in self.sections["evaluate"].values():
-            if name in section.checkpoint and section.checkpoint[name].model:
-                return section.checkpoint[name].model
+            named = getattr(section, "checkpoint", {})
+            if name in named and named[name].model:
+                return named[name].model
         stage, _, arm = name.partition("_")
         if name == "base":
             return self.references("sft", "train", (task, self.arms[0]))["start"]
@@ -382,8 +388,8 @@ class Study:
         }
         for method, claims in read_claims(path).items():
             for name, claim in claims.items():
-                if claim.kind in ("scalar", "rows"):
-                    self.path(claim.reference, 0)
+                for reference in filter(None, (claim.reference, claim.against)):
+                    self.path(reference, 0)
                 if claim.kind not in valid:
                     continue
                 if claim.task not in tasks:

@@ -53,10 +53,12 @@ def test_between_them_it_is_the_printed_formula(a, b):
 
 
 def test_bfloat16_is_rounded_once():
-    """0.5 * 1 + 0.5 * (1 + 2^-7) lies halfway; every partial sum rounded to bf16 would lose more."""
-    terms = [(0.3, 1.0), (0.3, 1.0078125), (0.4, 1.015625)]
-    found = combine([(c, torch.tensor([w], dtype=torch.bfloat16)) for c, w in terms])
-    assert found.dtype == torch.bfloat16 and found.item() == torch.tensor(sum(c * w for c, w in terms)).bfloat16().item()
+    """Each partial sum rounded to bf16 would be off by a spacing for some of these."""
+    values = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights = (0.3, 0.3, 0.4)
+    found = combine(list(zip(weights, values, strict=True)))
+    exact = sum(c * w.double() for c, w in zip(weights, values, strict=True))
+    assert found.dtype == torch.bfloat16 and torch.equal(found, exact.bfloat16())
     assert combine([(0.5, torch.ones(2)), (0.5, torch.ones(2).bfloat16())]).dtype == torch.float32
     assert torch.equal(combine([(0.0, torch.ones(2)), (0.0, torch.ones(2))]), torch.zeros(2))
 

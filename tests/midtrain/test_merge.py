@@ -52,12 +52,12 @@ def test_weights_are_the_papers_and_the_result_is_a_model(tmp_path, pair):
 
 
 def test_bfloat16_checkpoints_are_merged_in_float32(tmp_path, pair):
-    half = store(tmp_path / "half", tiny(seed=1)[0].bfloat16(), tiny(seed=1)[1])
-    one = job(tmp_path, pair[0], half, 0.5)
+    halves = [store(tmp_path / str(seed), tiny(seed=seed)[0].bfloat16(), tiny(seed=seed)[1]) for seed in (0, 1)]
+    one = job(tmp_path, *halves, 0.25)
     merge.main(one)
     name = "model.layers.0.mlp.up_proj.weight"
-    expected = 0.5 * tensors(pair[0])[name] + 0.5 * tensors(half)[name].float()
-    assert torch.equal(tensors(one.output)[name], expected)
+    expected = 0.25 * tensors(halves[0])[name].float() + 0.75 * tensors(halves[1])[name].float()
+    assert torch.equal(tensors(one.output)[name], expected) and not torch.equal(expected, expected.bfloat16().float())
     assert set(manifest.read(one.output).card["dtypes"]["other"]) == {"BF16"}
 
 

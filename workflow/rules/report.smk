@@ -1,7 +1,13 @@
 """The ledger, the plots and the page: cheap jobs that read files alone."""
 
+from posttrain.report.sections import SECTIONS
+
 SEEDS = canonical(study.seeds)
 ARMS = canonical(study.arms)
+MEASURED = canonical(explained(study.measurements))
+# Methods with a section of their own on the page: those that this tier has.
+METHODS = [name for name in ("prism", "d3") if name in study.sections["midtrain"]]
+METHOD_PLOTS = [plot for name in METHODS for plot in SECTIONS[name]]
 PLOTS = ["rl_curves", "before_after", "rank_reversal", "weights", "retention"]
 
 
@@ -116,11 +122,56 @@ rule plots:
         )
 
 
+rule prism_plots:
+    input:
+        lambda wildcards: [
+            path for path in measured() if "/prism" in path or "/lineage/" in path
+        ],
+        of_method("midtrain", "prism"),
+    output:
+        **{
+            name: report(
+                f"{ROOT}/report/{name}.svg",
+                caption="../report/plots.rst",
+                category="PRISM",
+                labels={"plot": title},
+            )
+            for name, title in SECTIONS["prism"].items()
+        },
+    log:
+        f"logs/{study.tier}/report/prism_plots.log",
+    benchmark:
+        f"benchmarks/jobs/{study.tier}/report/prism_plots.tsv"
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: 1
+    resources:
+        nodes=1,
+        gpu=0,
+        mem_mb=2000,
+        runtime=20,
+    params:
+        root=lambda wildcards, output: str(Path(output.prism_rl).parents[1]),
+        seeds=SEEDS,
+        arms=ARMS,
+        tasks=canonical(study.tasks),
+        code=lambda wildcards: code_digest("posttrain.report.prism"),
+    message:
+        "Draw PRISM's plots"
+    shell:
+        launched(
+            "posttrain.report.prism",
+            "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
+            " --tasks {params.tasks:q} --output {output.prism_rl:q}",
+        )
+
+
 rule page:
     input:
         claims=f"{ROOT}/claims.csv",
         statements="configs/claims.yaml",
-        plots=expand(f"{ROOT}/report/{{plot}}.svg", plot=PLOTS),
+        plots=expand(f"{ROOT}/report/{{plot}}.svg", plot=[*PLOTS, *METHOD_PLOTS]),
+        measured=measured(),
         template="src/posttrain/report/page.html.j2",
     output:
         html=report(
@@ -146,6 +197,8 @@ rule page:
         seeds=SEEDS,
         arms=ARMS,
         tasks=canonical(study.tasks),
+        measured=MEASURED,
+        methods=canonical(METHODS),
         code=lambda wildcards: code_digest("posttrain.report.page"),
     message:
         "Write the report page"
@@ -153,7 +206,8 @@ rule page:
         launched(
             "posttrain.report.page",
             "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
-            " --tasks {params.tasks:q} --claims {input.statements:q} --output {output.html:q}",
+            " --tasks {params.tasks:q} --claims {input.statements:q} --output {output.html:q}"
+            " --measured {params.measured:q} --methods {params.methods:q}",
         )
 
 

@@ -17,6 +17,7 @@ from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker
 from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.data.packed import held_out_loss, recall, rows
+from posttrain.data.streams import StreamConfig, TokenStream
 
 
 class Config(TrainingConfig):
@@ -26,9 +27,10 @@ class Config(TrainingConfig):
     measure_every: int = key(100, help="steps between points of the retention curve", gt=0)
     measure_rows: int = key(16, help="held-out rows of each source at a point of the curve", gt=0)
     start: Path = key(help="manifest of the model to start from", role="input")
-    mix: Path = key(help="token mix manifest", role="input")
+    stream: StreamConfig | None = key(None, help="instead of mix: sources that are read while training, by hub id or path")
+    mix: Path | None = key(None, help="token mix manifest", role="input")
     held_out: Path | None = key(
-        None, help="mix whose validation split gives the curve, the same for all arms; null: mix", role="input"
+        None, help="mix whose validation split gives the curve, the same for all arms; null: mix, if there is one", role="input"
     )
     facts: Path | None = key(None, help="facts manifest, for recall", role="input")
 
@@ -36,6 +38,10 @@ class Config(TrainingConfig):
         super().model_post_init(context)
         if self.overlap >= self.length:
             raise ValueError(f"overlap {self.overlap} must be below length {self.length}")
+        if (self.stream is None) == (self.mix is None):
+            raise ValueError("give either mix or stream")
+        if self.stream and self.stream.length != self.length:
+            raise ValueError(f"stream.length {self.stream.length} and length {self.length} differ; make them the same")
 
 
 def freeze(model: Any, trainable: str) -> int:
@@ -53,7 +59,7 @@ class Curve:
 
     def __init__(self, job: Config, tokenizer: Any) -> None:
         path = job.held_out or job.mix
-        sources = sorted(manifest.read(path).card["realised"])
+        sources = sorted(manifest.read(path).card["realised"]) if path else []
         pad = tokenizer.pad_token_id
         self.rows = {s: rows(path, "validation", job.length, pad, source=s)[: job.measure_rows] for s in sources}
         self.questions = tables.read(job.facts.parent / "items.parquet") if job.facts else []
@@ -92,14 +98,26 @@ def follow(curve: Curve, every: int) -> Any:
     return Follow()
 
 
+def training_data(job: Config, tokenizer: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+    """(data set, callbacks that come before the one that seals checkpoints, further TrainingArguments)."""
+    if job.mix:
+        return rows(job.mix, "train", job.length, tokenizer.pad_token_id, overlap=job.overlap), [], {}
+    from posttrain.data import stream_training
+
+    stream = TokenStream(job.stream, tokenizer, determinism.derive(job.seed, "stream"))
+    stream.check()
+    feed = stream_training.Feed(stream, job.batch_size)
+    return stream_training.dataset(feed), [stream_training.make_callback(feed)], {"ignore_data_skip": True}
+
+
 def main(job: Config) -> None:
     determinism.setup(job.seed)
     from transformers import Trainer, TrainingArguments
 
-    manifest.read(job.mix)
     tokenizer = models.load_tokenizer(job.start)
     curve = Curve(job, tokenizer)
-    args = TrainingArguments(**arguments(job))
+    data, more, options = training_data(job, tokenizer)
+    args = TrainingArguments(**arguments(job, **options))
     model = models.load(job.start)
     model.config.use_cache = False
     before = curve(models.place(model)) if not job.deepspeed else {}
@@ -110,10 +128,11 @@ def main(job: Config) -> None:
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=rows(job.mix, "train", job.length, tokenizer.pad_token_id, overlap=job.overlap),
-        callbacks=[*watch, callback],
+        train_dataset=data,
+        callbacks=[*watch, *more, callback],
     )
     train(trainer, job, tracker, callback)
+    realised = more[0].realised() if more else manifest.read(job.mix).card["realised"]
     files, first = save_trained(trainer, tokenizer, job), trainer.is_world_process_zero()
     del trainer, model
     distributed.leave()
@@ -123,7 +142,7 @@ def main(job: Config) -> None:
     metrics = {**{f"before/{name}": value for name, value in before.items()}, **curve(model), "trained_parameters": trained}
     metrics["tokens"] = job.steps * job.batch_size * job.length
     tracker.finish({name: getattr(value, "value", value) for name, value in metrics.items()})
-    manifest.publish(job, metrics, [*files, tracker.path], card={"mix": manifest.read(job.mix).card["realised"]})
+    manifest.publish(job, metrics, [*files, tracker.path], card={"mix": realised})
     discard_checkpoints(job)
 
 

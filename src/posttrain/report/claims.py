@@ -137,7 +137,14 @@ def of_rows(claim: Claim, results: Results, job: Config) -> Measured:
         kept = [row for row in rows if all(row[name] == value for name, value in claim.where.items())]
         if not kept:
             raise UserError(f"{claim.reference}: {claim.file} has no row with {claim.where}; correct the claim.")
-        samples.append(np.array([row[claim.arm] - (row[claim.baseline] if claim.baseline else 0.0) for row in kept]))
+        if claim.against:
+            other = {tuple(r[k] for k in claim.pair_by): r for r in results.rows(claim.against, s, claim.file)}
+            pairs = [(row, other.get(tuple(row[k] for k in claim.pair_by))) for row in kept]
+            if lost := [row for row, partner in pairs if partner is None]:
+                raise UserError(f"{claim.against}: {claim.file} has no row for {claim.pair_by} of {lost[0]}; rebuild both jobs.")
+            samples.append(np.array([row[claim.arm] - partner[claim.baseline or claim.arm] for row, partner in pairs]))
+        else:
+            samples.append(np.array([row[claim.arm] - (row[claim.baseline] if claim.baseline else 0.0) for row in kept]))
     interval = bootstrap(samples, resamples=job.resamples)
     verdict = judge_bound(interval, claim.bound, len(samples), unit=claim.unit, side=claim.side)
     return interval, sum(map(len, samples)), verdict
@@ -206,7 +213,7 @@ def needed(claim: Claim) -> list[str]:
         source = SOURCES.get(claim.metric, "evaluate/reasoning")
         return [f"{source}/{claim.task}-{name}" for side in claim.arms_compared for name in side]
     if claim.kind in ("scalar", "rows"):
-        return [claim.reference]
+        return [claim.reference, *([claim.against] if claim.against else [])]
     if claim.kind == "overhead":
         return [f"sft/overhead/{claim.task}"]
     return [f"evaluate/reasoning/{claim.task}-{stage}_{arm}" for stage in ("sft", "rl") for arm in claim.arms]

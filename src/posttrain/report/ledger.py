@@ -29,6 +29,8 @@ class Claim(Model):
     family: str | None = key(None, help="difference, at_most: items of this family alone")
     reference: str | None = key(None, help="scalar, rows: <stage>/<method>/<variant> of the job that measured it")
     file: str | None = key(None, help="rows: table beside its manifest, one row per independent unit")
+    against: str | None = key(None, help="rows: the job whose rows are subtracted, paired by pair_by")
+    pair_by: tuple[str, ...] = key(("replicate",), help="rows: columns that say which rows of two jobs belong together")
     unit: str = key("rows", help="rows: what a row is, in the plural")
     seeded: bool = key(True, help="rows: whether each seed of the study has its own; an exact computation has none")
     where: dict[str, str | int | float] = key({}, help="rows: keep rows with these values")

@@ -16,6 +16,7 @@ from posttrain.core.errors import UserError
 from posttrain.report.artifacts import BASE, GRID, INK, MUTED, PAPER, Artifacts, ReportConfig, interval, reachable
 from posttrain.report.claims import Config as ClaimsConfig
 from posttrain.report.ledger import COLUMNS, VERDICTS, Claim, read_claims
+from posttrain.report.sections import NAMES, SECTIONS
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -29,6 +30,9 @@ PLOTS = {
 THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)", PAPER: "var(--paper)"}
 SCALES = {  # what the estimate of a kind of claim is, and where "no effect" lies
     "difference": ("Difference in {metric} between two arms", 0.0),
+    "at_most": ("Difference in {metric} between two arms that should be small", 0.0),
+    "scalar": ("{metric}", 0.0),
+    "rows": ("{metric}", 0.0),
     "reversal": ("Reversed pair: {metric} after RL, other arm minus the arm with the better SFT score", 0.0),
     "overhead": ("Cost: {metric}", 1.0),
     "not_testable": ("Not testable in this tier", 0.0),
@@ -42,6 +46,8 @@ class Config(ReportConfig):
     """The keys of the plots, which lie beside --output, and the file that states the claims."""
 
     claims: Path = key(Path("configs/claims.yaml"), help="what is claimed")
+    measured: tuple[str, ...] = key((), help="<stage>/<method>/<variant> of everything that ends in a number")
+    methods: tuple[str, ...] = key((), help="methods with a section of their own, whose plots lie beside --output")
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------
@@ -90,14 +96,14 @@ def ticks(low: float, high: float) -> list[float]:
     return [round(i * step, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def group(kind: str, metric: str, control: bool, rows: list[tuple[dict[str, Any], Claim]]) -> dict[str, Any]:
-    """Claims on one scale: their intervals share an axis, so that lengths can be compared."""
+def group(method: str, kind: str, metric: str, control: bool, rows: list[tuple[dict[str, Any], Claim]]) -> dict[str, Any]:
+    """Claims of a method on one scale: their intervals share an axis, so that lengths can be compared."""
     title, reference = SCALES[kind]
     if control:
         title = f"Controls, not claims of the paper: {title[0].lower()}{title[1:]}"
     measured = [row for row, _ in rows if row["estimate"] is not None]
-    ends = [row[name] for row in measured for name in ("ci_low", "ci_high")]
-    ends += [claim.bound or claim.smallest_effect for row, claim in rows if row["estimate"] is not None]
+    ends = [row[name] for row in measured for name in ("estimate", "ci_low", "ci_high") if row[name] is not None]
+    ends += [limit(claim) for row, claim in rows if row["estimate"] is not None]
     low, high = min([reference, *ends]), max([reference, *ends])
     margin = (high - low) * 0.06 or 1.0
     low, high = low - margin, high + margin
@@ -116,17 +122,30 @@ def group(kind: str, metric: str, control: bool, rows: list[tuple[dict[str, Any]
             "class": row["verdict"].split()[0],
         }
         if row["estimate"] is not None:
-            counts = (0, place(claim.bound)) if claim.bound else (place(claim.smallest_effect), FOREST)
-            shown["forest"] = {name: place(row[column]) for name, column in (("low", "ci_low"), ("high", "ci_high"))} | {
+            above = claim.bound is None or (claim.kind in ("scalar", "rows") and claim.side == "at_least")
+            counts = (place(limit(claim)), FOREST) if above else (0, place(limit(claim)))
+            known = row["ci_low"] is not None
+            columns = (("low", "ci_low"), ("high", "ci_high")) if known else (("low", "estimate"), ("high", "estimate"))
+            shown["forest"] = {name: place(row[column]) for name, column in columns} | {
                 "estimate": place(row["estimate"]),
                 "counts": counts[0],
                 "width": round(counts[1] - counts[0], 1),
             }
             shown["shown"] = number(row["estimate"])
-            shown["interval"] = f"[{number(row['ci_low'])}, {number(row['ci_high'])}]"
+            shown["interval"] = f"[{number(row['ci_low'])}, {number(row['ci_high'])}]" if known else None
         found.append(shown)
     marks = [{"x": place(tick), "text": f"{tick:g}".replace("-", "−")} for tick in ticks(low, high)] if measured else []
-    return {"title": title.format(metric=metric), "reference": place(reference), "ticks": marks, "rows": found}
+    return {
+        "title": f"{NAMES.get(method, method)}: {title.format(metric=metric)}",
+        "reference": place(reference),
+        "ticks": marks,
+        "rows": found,
+    }
+
+
+def limit(claim: Claim) -> float:
+    """Where effects that count begin."""
+    return claim.smallest_effect if claim.bound is None else claim.bound
 
 
 def ledger(rows: list[dict[str, Any]], job: Config) -> list[dict[str, Any]]:
@@ -139,14 +158,14 @@ def ledger(rows: list[dict[str, Any]], job: Config) -> list[dict[str, Any]]:
             raise UserError(
                 f"{where} has a row {row['method']}.{row['claim']} that {job.claims} does not state; rebuild {where}."
             )
-        groups.setdefault((claim.kind, claim.metric, claim.control), []).append((row, claim))
+        groups.setdefault((row["method"], claim.kind, claim.metric, claim.control), []).append((row, claim))
     return [group(*scale, found) for scale, found in groups.items()]
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------
 
 
-def drawings(path: Path, tasks: tuple[str, ...]) -> dict[str, str]:
+def drawings(path: Path, title: str, tasks: tuple[str, ...]) -> dict[str, str]:
     """task -> its drawing from one of the plots, for use inside the page: theme colours, no name spaces."""
     try:
         root = ElementTree.parse(path).getroot()
@@ -165,7 +184,7 @@ def drawings(path: Path, tasks: tuple[str, ...]) -> dict[str, str]:
                 parent.remove(style)
         for name in ("width", "height", "x", "y"):
             child.attrib.pop(name, None)
-        child.attrib |= {"role": "img", "aria-label": f"{PLOTS[path.stem]}, {task}", "class": "plot"}
+        child.attrib |= {"role": "img", "aria-label": f"{title}, {task}", "class": "plot"}
         text = ElementTree.tostring(child, encoding="unicode")
         text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
         found[task] = re.sub("|".join(THEME), lambda hit: THEME[hit[0]], text).strip()
@@ -191,6 +210,23 @@ def arm_table(data: Artifacts, task: str) -> dict[str, Any]:
         cells += [metric(sft, "weights/mean"), metric(sft, "weights/ess")]
         rows.append({"start": start, "colour": data.colour(start), "cells": cells})
     return {"ks": sorted(ks), "rows": rows}
+
+
+def checkpoints(data: Artifacts, method: str, measured: tuple[str, ...]) -> dict[str, Any]:
+    """One row per checkpoint of a method's evaluations, one column per metric; the mean over seeds."""
+    rows: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for reference in measured:
+        stage, _, variant = reference.split("/")
+        task, _, name = variant.partition("-")
+        if stage != "evaluate" or task != method or not data.available([reference]):
+            continue
+        for metric in data.manifest(reference, data.seeds[0]).metrics:
+            found = data.metric(reference, metric)
+            if found and not metric.startswith("pass@8"):
+                columns.setdefault(metric)
+                rows.setdefault(name, {})[metric] = number(found[0])
+    return {"columns": list(columns), "rows": rows}
 
 
 def rollouts(data: Artifacts, task: str) -> list[dict[str, Any]]:
@@ -238,8 +274,10 @@ def pretrained(data: Artifacts) -> list[dict[str, Any]]:
         first = data.path(reference, data.seeds[0])
         one = data.read(first)
         model = by_digest.get(one.inputs.get("model", ""))
-        card = {"manifest": data.read(model).identity, **data.read(model).card} if model else {}
-        if model and "parameters" in data.read(model).metrics:
+        if model is None or data.read(model).method not in ("packaged", "hub"):
+            continue  # checkpoints of the study have sections of their own
+        card = {"manifest": data.read(model).identity, **data.read(model).card}
+        if "parameters" in data.read(model).metrics:
             card["parameters"] = plain(data.read(model).metrics["parameters"].value)
         metrics = []
         for name, own in one.metrics.items():
@@ -275,6 +313,8 @@ def data_cards(found: list[Path], data: Artifacts) -> list[dict[str, Any]]:
         if name in rows or (one.stage, one.method) not in (
             ("data", "corpus"),
             ("data", "tasks"),
+            ("data", "facts"),
+            ("data", "domains"),
             ("data", "mix"),
             ("sft", "traces"),
         ):
@@ -327,9 +367,21 @@ def main(job: Config) -> None:
     groups = ledger(rows, job)
     stated = read_claims(job.claims)
     rows = [row for row in rows if not stated[row["method"]][row["claim"]].control]  # only claims are counted
-    plots = {name: drawings(job.folder / f"{name}.svg", job.tasks) for name in PLOTS}
+    plots = {name: drawings(job.folder / f"{name}.svg", title, job.tasks) for name, title in PLOTS.items()}
+    methods = [
+        {
+            "name": NAMES.get(name, name),
+            "anchor": name,
+            "plots": [
+                {"title": title, "svg": Markup(drawings(job.folder / f"{plot}.svg", title, (name,))[name])}
+                for plot, title in SECTIONS[name].items()
+            ],
+            "table": checkpoints(data, name, job.measured),
+        }
+        for name in job.methods
+    ]
     models = pretrained(data)
-    found = reachable(data, ends(data, models))
+    found = reachable(data, [*ends(data, models), *(data.path(r, s) for r in job.measured for s in job.seeds)])
     manifests = [data.read(path) for path in found]
     packages: dict[str, set[str]] = {}
     for one in manifests:
@@ -358,6 +410,7 @@ def main(job: Config) -> None:
         groups=groups,
         forest=FOREST,
         tasks=tasks,
+        methods=methods,
         pretrained=models,
         data=data_cards(found, data),
         cost=costs(found),

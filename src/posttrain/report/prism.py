@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 BASE = "prism_base"
 STARTS = {"base": BASE, "web": "web", "m": "m", "mc": "mc", "mcs": "mcs"}  # label -> name of the start in rl/grpo
+MIDS = ("m", "mc", "mcs", "no_replay", "web")
 MIXES = ("mc", "mcs")
 
 
@@ -25,14 +26,14 @@ class Config(ReportConfig):
     """Keys of the plots; --output is one of the files, the others lie beside it."""
 
 
-def colours(names: list[str]) -> dict[str, str]:
-    return {name: MUTED if name == "base" else COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+def colour(name: str) -> str:
+    """The same for a mix in every plot; the base is grey."""
+    return COLOURS[MIDS.index(name)] if name in MIDS else MUTED
 
 
 def mids(data: Artifacts) -> list[str]:
-    """Mid-trained models that every seed has."""
-    found = sorted({path.parents[1].name for path in data.root.glob(f"midtrain/prism/*/seed*/{manifest.NAME}")})
-    return [name for name in found if all(data.path(f"midtrain/prism/{name}", seed).is_file() for seed in data.seeds)]
+    """Mid-trained models of MIDS that every seed has."""
+    return [name for name in MIDS if all(data.path(f"midtrain/prism/{name}", seed).is_file() for seed in data.seeds)]
 
 
 def prism_retention(data: Artifacts, task: str) -> Figure:
@@ -45,10 +46,10 @@ def prism_retention(data: Artifacts, task: str) -> Figure:
     panels = {"held_out/prose": "Loss on held-out prose (nats per token)", "fact_recall": "Recall of facts"}
     text = f"Validation split, {over_seeds(data)}, band: lowest to highest seed. Step 0 is the base."
     height = 2.6
-    figure, axes = canvas("Retention over mid-training", text, height, columns=2, right=1.1, gap=1.35)
+    figure, axes = canvas("Retention over mid-training", text, height, columns=2, right=1.1, gap=1.35, top=0.3)
     for axis, (metric, label) in zip(axes, panels.items(), strict=True):
         ends = []
-        for name, colour in colours(names).items():
+        for name in names:
             reference = f"midtrain/prism/{name}"
             curve, start = data.curve(reference, metric), data.metric(reference, f"before/{metric}")
             if curve is None or start is None:
@@ -56,9 +57,9 @@ def prism_retention(data: Artifacts, task: str) -> Figure:
             first = [data.manifest(reference, seed).metrics[f"before/{metric}"].value for seed in data.seeds]
             steps = np.concatenate([[0], curve[0]])
             values = np.concatenate([np.array(first)[:, None], curve[1]], 1)
-            axis.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.12, linewidth=0)
-            axis.plot(steps, values.mean(0), color=colour, linewidth=2)
-            ends.append((steps[-1], values.mean(0)[-1], name, colour))
+            axis.fill_between(steps, values.min(0), values.max(0), color=colour(name), alpha=0.12, linewidth=0)
+            axis.plot(steps, values.mean(0), color=colour(name), linewidth=2)
+            ends.append((steps[-1], values.mean(0)[-1], name, colour(name)))
         axis.set(xlabel="Step", title=None)
         axis.set_title(label, fontsize=SMALL, loc="left", color=INK)
         axis.margins(x=0.02)
@@ -75,16 +76,15 @@ def prism_rl(data: Artifacts, task: str) -> Figure:
         f"Mean reward of each step's completions, moving average over 5 steps, {over_seeds(data)}. Reward only inside the format."
     )
     height = 2.6
-    figure, axes = canvas("RL by starting point", text, height, columns=2, right=0.9, gap=1.1)
-    palette = colours(list(STARTS))
+    figure, axes = canvas("RL by starting point", text, height, columns=2, right=0.9, gap=1.1, top=0.3)
     for axis, (mix, found) in zip(axes, runs.items(), strict=True):
         ends = []
         for label, reference in found.items():
             if not data.available([reference]) or (curve := data.curve(reference, "reward")) is None:
                 continue
             line = smooth(curve[1].mean(0), 5)
-            axis.plot(curve[0], line, color=palette[label], linewidth=2, linestyle="--" if label == "base" else "-")
-            ends.append((curve[0][-1], line[-1], label, palette[label]))
+            axis.plot(curve[0], line, color=colour(label), linewidth=2, linestyle="--" if label == "base" else "-", zorder=3)
+            ends.append((curve[0][-1], line[-1], label, colour(label)))
         axis.set_title(f"RL mix {mix.upper()}", fontsize=SMALL, loc="left", color=INK)
         axis.set(xlabel="GRPO step", ylabel="Reward", ylim=(-0.02, 1.02))
         axis.margins(x=0.01)
@@ -116,7 +116,7 @@ def prism_effects(data: Artifacts, task: str) -> Figure:
     names = {"mid": "mid-training mix", "rl": "RL mix", "interaction": "interaction"}
     families = ("math", "code", "science")
     text = f"pass@1 after RL, MCS minus MC, {over_seeds(data)}, 95% intervals; the other factor averaged."
-    figure, axes = canvas("Mid-training mix against RL mix", text, 1.3, columns=3, left=1.45, right=0.2, gap=0.25)
+    figure, axes = canvas("Mid-training mix against RL mix", text, 1.3, columns=3, left=1.45, right=0.2, gap=0.25, top=0.3)
     for axis, family in zip(axes, families, strict=True):
         effects = [main_effects(one) for one in cells(data, family)]
         for row, (name, _) in enumerate(names.items()):
@@ -148,7 +148,7 @@ def prism_cka(data: Artifacts, task: str) -> Figure:
     text = (
         f"Mean-pooled hidden states of held-out prose, {over_seeds(data)}. Dotted: without centring, near 1 for any two models."
     )
-    figure, (axis,) = canvas("Similarity of representations (linear CKA)", text, height, right=2.1)
+    figure, (axis,) = canvas("Similarity of representations (linear CKA)", text, height, right=2.1, left=0.95)
     series: dict[str, dict[str, list[list[float]]]] = {}
     for seed in data.seeds:
         rows = data.rows(data.path(reference, seed), "cka.parquet")
@@ -159,10 +159,10 @@ def prism_cka(data: Artifacts, task: str) -> Figure:
     ends = []
     for i, (pair, kinds) in enumerate(series.items()):
         centred, other = np.mean(kinds["centred"], 0), np.mean(kinds["uncentred"], 0)
-        colour = COLOURS[i % len(COLOURS)]
-        axis.plot(range(len(other)), other, color=colour, linewidth=1, linestyle=":")
-        axis.plot(range(len(centred)), centred, color=colour, linewidth=2)
-        ends.append((len(centred) - 1, centred[-1], pair.replace(">", " → "), colour))
+        ink = COLOURS[i % len(COLOURS)]
+        axis.plot(range(len(other)), other, color=ink, linewidth=1, linestyle=":")
+        axis.plot(range(len(centred)), centred, color=ink, linewidth=2)
+        ends.append((len(centred) - 1, centred[-1], pair.replace(">", " → "), ink))
     axis.set(xlabel="Layer (0: embedding)", ylabel="CKA", xticks=range(len(centred)))
     label_ends(axis, ends, height)
     return figure
@@ -207,10 +207,10 @@ def prism_frontier(data: Artifacts, task: str) -> Figure:
     """Training pass rate over RL steps of prompts grouped by how often the start solved them."""
     import numpy as np
 
-    passes, run = "rl/passes/prism-mcs", "rl/grpo/prism_mcs-mcs"
+    passes, run = "rl/passes/prism-mcs", "rl/grpo/prism_filtered-mcs"
     if not (data.available([passes]) and data.available([run])):
         return note(task, "No pass counts of the start were taken.")
-    groups = {"0": (0, 0), "1": (1, 1), "2 to 15": (2, 15), "16": (16, 16)}
+    groups = {"0": (0, 0), "1 to 4": (1, 4), "5 to 8": (5, 8), "9 to 12": (9, 12), "13 to 15": (13, 15), "16": (16, 16)}
     pooled: dict[str, list[tuple[int, float, int]]] = {name: [] for name in groups}
     sizes = dict.fromkeys(groups, 0)
     for seed in data.seeds:
@@ -222,8 +222,8 @@ def prism_frontier(data: Artifacts, task: str) -> Figure:
                 if low <= counts.get(row["id"], -1) <= high:
                     pooled[name].append((row["step"], row["correct"], row["n"]))
     text = (
-        f"RL mix MCS from MCS, {over_seeds(data)}: pass rate of the training prompts met in each tenth of RL, by right samples of "
-        "16 before RL."
+        f"RL from MCS on prompts that it solves now and then, {over_seeds(data)}: training pass rate of the prompts met in each "
+        "tenth of RL, by right samples of 16 before RL (in brackets: prompts of that kind per seed)."
     )
     height = 2.4
     figure, (axis,) = canvas("Solvability frontier", text, height, right=2.2)
