@@ -45,7 +45,7 @@ def test_loss_of_one_source_is_that_of_its_documents_alone(mix, source, batch):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)  # far from uniform, so that a token of another document would show
-    documents = [one for name, found in DOCUMENTS.items() if source in (None, name) for one in found]
+    documents = [ids for name, found in DOCUMENTS.items() if source in (None, name) for ids in found]
     data = rows(mix, "validation", 16, 0, source=source)
     loss, count = held_out_loss(model, data, batch)
     expected, targets = alone(model, documents)

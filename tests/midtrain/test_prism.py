@@ -198,6 +198,12 @@ def test_overlap_must_be_below_the_length(prism, tmp_path, overlap):
     assert config.validate(midtrain.Config, values | {"overlap": 31}, "x").overlap == 31
 
 
+def test_data_are_a_mix_or_a_stream(prism, tmp_path):
+    values = job(prism, tmp_path).model_dump() | {"mix": None}
+    with pytest.raises(UserError, match=r"^x: give either mix or stream$"):
+        config.validate(midtrain.Config, values, "x")
+
+
 def test_overlap_reaches_the_rows(prism, tmp_path, monkeypatch):
     """Chunks of over-long documents overlap in training; what is measured is cut without."""
     asked, plain = [], midtrain.rows

@@ -9,14 +9,14 @@ from posttrain.core.errors import UserError
 
 
 def take(items: Sequence[dict[str, Any]], families: Sequence[str], count: int, *, repeat: bool = False) -> list[dict[str, Any]]:
-    """The first `count` items; with families, the first count / families (at least one) of each, in their order.
+    """The first `count` items; with families, the first count / families of each, in the order of the families.
 
     repeat: a family with fewer items gives them several times, so that the shares are equal. Raises :class:`UserError` for a
     family without items, and for fewer items than families.
     """
     if not families:
         return list(items[:count])
-    share, found = max(1, count // len(families)), []
+    share, found = count // len(families), []
     if not share:
         raise UserError(f"families: {count} items have no share for each of {len(families)} families; take more items.")
     for family in families:

@@ -146,7 +146,8 @@ def main(job: Config) -> None:
         return
     model = models.place(models.read(job.folder / "model"))  # what was saved is measured, whole on this process
     history = read_history(tracker.path)
-    prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in take(items, job.families, job.kl_prompts)]
+    some = take(items, job.families, max(job.kl_prompts, len(job.families)))
+    prompts = [chat.prompt_ids(tokenizer, item["prompt"]) for item in some]
     metrics = {"kl_to_start": kl_to_start(model, models.load(job.start).to(model.device), tokenizer, prompts, job)}
     last = max(1, len(history) // 10)
     for name in CURVES:
