@@ -1,21 +1,17 @@
-"""Schedules of train-units within windows, and the sampler that gives their rows to any Hugging Face Trainer.
+"""Schedules of train-units within windows: what is looked at, and the order that follows. Numbers only, no model.
 
-A unit is one or more whole optimizer steps of one domain's rows; a window is a list of units. When a window's first row is
-asked for, its schedule decides. Order-only schedules permute the window's units; `skill_it` and `doremi` change the mixture:
+A unit is one or more whole optimizer steps of one domain's rows; a window is a list of units; a schedule decides at its start. Order-only schedules permute the window's units; `skill_it` and `doremi` change the mixture:
 they draw as many units by weights over domains. D3's formulas are our reconstruction, the paper's body was not readable
 (paper card d3); those of the peers are the card's, after their public repositories.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from posttrain.core import tables
 from posttrain.core.config import Model, key
 from posttrain.core.determinism import derive
 from posttrain.core.errors import UserError
@@ -37,19 +33,13 @@ class Rule(Model):
     precondition: bool = key(True, help="virtual steps use Adam's second moment, once there is one (d3)")
     refresh: int = key(1, help="measure influence anew after this many windows (d3)", gt=0)
     fall: float = key(0.05, help="or when the mean loss fell by this share (d3)", gt=0, lt=1)
-    keep: float = key(0.7, help="weight of older influence where units have distinct domains, A <- keep A + (1 - keep) new (d3)", ge=0, lt=1)
+    keep: float = key(
+        0.7, help="weight of older influence where units have distinct domains, A <- keep A + (1 - keep) new (d3)", ge=0, lt=1
+    )
     eta: float = key(0.5, help="Skill-It: step of the weights", ge=0)
     horizon: int = key(3, help="Skill-It: windows whose losses count", gt=0)
     mu: float = key(1.0, help="DoReMi: step of the weights", ge=0)
     smoothing: float = key(1e-3, help="DoReMi: share of the uniform mixture", ge=0, le=1)
-
-
-class Unit(NamedTuple):
-    """Rows of the data set by number. `probe` rows are never trained on."""
-
-    rows: tuple[int, ...]  # in training order, whole optimizer steps
-    probe: tuple[int, ...] = ()
-    domain: str = ""
 
 
 class Seen(NamedTuple):
@@ -145,7 +135,7 @@ class Scheduler:
         uniform = np.full(len(self.names), 1 / len(self.names))
         self.weights, self.history = [uniform if weights is None else np.asarray(weights)], []
         self.average: Influence | None = None
-        self.age, self.lowest = 0, np.inf
+        self.age, self.at_refresh = 0, np.inf
 
     def random(self, window: int) -> list[int]:
         """The seeded random order of a window's positions, the same for every schedule."""
@@ -168,7 +158,9 @@ class Scheduler:
         """Whether influence is measured anew: `refresh` windows are over, or the mean loss fell by the share `fall`."""
         if self.schedule not in DIRECTED:
             return False
-        return self.average is None or self.age >= self.rule.refresh or np.nanmean(losses) <= (1 - self.rule.fall) * self.lowest
+        return (
+            self.average is None or self.age >= self.rule.refresh or np.nanmean(losses) <= (1 - self.rule.fall) * self.at_refresh
+        )
 
     def decide(self, window: int, seen: Seen) -> Decision:
         """The order of a window from what was seen; the state moves on."""
@@ -197,7 +189,9 @@ class Scheduler:
             used = blend(self.average if distinct else None, seen.influence, self.rule.keep)
         tau = threshold(used.se_D, self.rule.z)
         found = score_order(used.D, tau, fallback=draw, domains=[self.domains[u] for u in units])
-        order = found.units[::-1] if self.schedule == "d3_reversed" and not found.fell_back else found.units
+        order = found.units
+        if self.schedule == "d3_reversed" and not found.fell_back:  # dropped units stay at the end
+            order = [k for k in order[::-1] if np.isfinite(found.scores[k])] + [k for k in order if np.isnan(found.scores[k])]
         flat = {name: getattr(used, name).ravel().tolist() for name in ("A", "D", "se", "se_D")}
         return decision._replace(
             order=[units[k] for k in order],
@@ -211,9 +205,9 @@ class Scheduler:
     def _mixture(self, decision: Decision, seen: Seen) -> Decision:
         weights = self.weights[-1]
         if self.schedule == "skill_it":
-            weights = skill_it([*self.history, seen.losses], self.graph, self.rule.eta, self.rule.horizon)
+            weights = skill_it([*self.history, np.nan_to_num(seen.losses)], self.graph, self.rule.eta, self.rule.horizon)
         elif self.fixed is None:
-            weights = doremi(weights, seen.losses, self.reference, self.rule.mu, self.rule.smoothing)
+            weights = doremi(weights, np.nan_to_num(seen.losses), self.reference, self.rule.mu, self.rule.smoothing)
         rng = np.random.default_rng(derive(self.seed, "mixture", decision.window))
         taken, order = dict(self.taken), []
         for d in apportion(weights, len(self.windows[decision.window]), rng):
@@ -229,88 +223,11 @@ class Scheduler:
                 self.taken[self.domains[u]] += 1
             self.weights.append(np.asarray(decision.scores))
             if decision.losses is not None:
-                self.history.append(np.asarray(decision.losses))
+                self.history.append(np.nan_to_num(decision.losses))
         elif self.schedule in DIRECTED:
             K = len(self.windows[decision.window])
             matrices = {name: np.reshape(values, (K, K)) for name, values in decision.influence.items()}
             self.average = Influence(**matrices, losses=np.asarray(decision.losses))
             self.age = 1 if decision.refreshed else self.age + 1
-            self.lowest = float(np.nanmean(decision.losses)) if decision.refreshed else self.lowest
+            self.at_refresh = float(np.nanmean(decision.losses)) if decision.refreshed else self.at_refresh
         return decision
-
-
-def broadcast(value: Any) -> Any:
-    """Rank 0's value on every rank; the value itself outside a process group."""
-    import torch
-
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-class WindowSampler:
-    """Row numbers for a DataLoader, window after window; give it to :func:`ordered`.
-
-    When is an order decided? Accelerate's loader holds one micro-batch in reserve, so a window's first row is asked for one
-    micro-batch before it is trained on, that is with the parameters before the last optimizer step of the window before (and
-    2 x `workers` micro-batches earlier still, with loader processes). The first window is decided before any step.
-
-    look(scheduler, window) -> Seen measures; it is called on rank 0 alone, the others take rank 0's decision. store: parquet
-    file with every decision so far, written by rank 0 before the first row is given out; decisions found there are replayed
-    and not measured again. seconds, work: wall time of looking, and its cost in forward passes of one row (backward: 2).
-    """
-
-    def __init__(self, scheduler: Scheduler, units: Sequence[Unit], store: Path | None = None) -> None:
-        self.scheduler, self.units, self.store = scheduler, units, store
-        self.look: Callable[[Scheduler, int], Seen] | None = None
-        self.decisions: list[Decision] = []
-        self.seconds, self.work = 0.0, 0.0
-        sizes = {len(units[u].rows) for w in scheduler.windows for u in w}
-        if len(sizes) != 1:
-            raise UserError(f"the units have {sorted(sizes)} rows; a schedule needs units of one size.")
-        self.length = sum(len(w) for w in scheduler.windows) * sizes.pop()
-        self.stored = self._read()
-
-    def _read(self) -> list[Decision]:
-        if self.store is None or not self.store.is_file():
-            return []
-        rows = sorted(tables.read(self.store), key=lambda row: row["window"])
-        self.seconds, self.work = rows[-1]["seconds"], rows[-1]["work"]
-        return [Decision(**{name: row[name] for name in Decision._fields}) for row in rows]
-
-    def decide(self, window: int) -> Decision:
-        """This window's decision: made already, stored, or measured now and broadcast."""
-        while len(self.decisions) <= window:
-            w = len(self.decisions)
-            if w < len(self.stored):
-                decision = self.scheduler.replay(self.stored[w])
-            else:
-                decision = self._new(w)
-            self.decisions.append(decision)
-        return self.decisions[window]
-
-    def _new(self, window: int) -> Decision:
-        import torch
-
-        started = time.perf_counter()
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        first = not distributed or torch.distributed.get_rank() == 0
-        mine = self.scheduler.decide(window, self.look(self.scheduler, window) if self.look else Seen()) if first else None
-        decision = broadcast(mine)
-        if not first:
-            self.scheduler.replay(decision)
-        self.seconds += time.perf_counter() - started
-        if first and self.store is not None:
-            rows = [{**d._asdict(), "seconds": self.seconds, "work": self.work} for d in [*self.decisions, decision]]
-            tables.write(rows, self.store)
-        return decision
-
-    def __iter__(self) -> Iterator[int]:
-        for window in range(len(self.scheduler.windows)):
-            for u in self.decide(window).order:
-                yield from self.units[u].rows
-
-    def __len__(self) -> int:
-        return self.length
