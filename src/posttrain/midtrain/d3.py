@@ -8,8 +8,7 @@ D3's formulas are our reconstruction, the paper's body was not readable (paper c
 
 from __future__ import annotations
 
-import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,10 +16,10 @@ from posttrain.core import cli, determinism, manifest, tables
 from posttrain.core.config import JobConfig, key
 from posttrain.core.determinism import derive
 from posttrain.core.models import Shape
-from posttrain.midtrain import worlds
-from posttrain.midtrain.influence import EDGES, MOST_PAIRS, Influence, directions, measure, preconditioner
+from posttrain.midtrain import chain
 from posttrain.midtrain.ordering import kendall, satisfied
-from posttrain.midtrain.schedules import DIRECTED, MIXTURE, Decision, Rule, Schedule, Scheduler, Seen
+from posttrain.midtrain.schedules import MIXTURE, Rule, Schedule, Scheduler
+from posttrain.midtrain.worlds import Trace
 
 
 class Config(JobConfig):
@@ -30,6 +29,7 @@ class Config(JobConfig):
     replicates: int = key(8, help="paired replicates", gt=1)
     skills: int = key(5, help="skills, and units per window", gt=1)
     symbols: int = key(5, help="symbols of an operand", gt=1)
+    asked: int = key(2, help="rows ask for one of the first skills, this many (iid)", gt=0)
     windows: int = key(10, help="windows of one unit per skill", gt=0)
     steps_per_unit: int = key(20, help="optimizer steps of a unit", gt=0)
     batch_size: int = key(64, help="rows per optimizer step", gt=0)
@@ -47,8 +47,15 @@ class Config(JobConfig):
     def model_post_init(self, _context) -> None:
         if self.steps_per_unit * self.batch_size < self.micro:
             raise ValueError("a unit has fewer rows than micro; raise steps_per_unit or batch_size, or lower micro")
+        if self.asked > self.skills:
+            raise ValueError(f"asked {self.asked} is more than skills {self.skills}; lower asked")
         if self.world == "iid" and self.schedule in MIXTURE:
             raise ValueError("a mixture needs several domains and the world iid has one; choose the world chain")
+
+    @property
+    def top(self) -> int:
+        """The last skill that is measured, from 1."""
+        return self.skills if self.world == "chain" else self.asked
 
     @property
     def steps(self) -> int:
@@ -60,187 +67,6 @@ class Config(JobConfig):
         return self.learning_rate * min(1.0, (self.steps - step) / (last + 1))
 
 
-class Corpus(NamedTuple):
-    """Chain data of all replicates. Unit w K + k is skill k's in window w."""
-
-    train: worlds.Rows  # [R, units, rows, ...]
-    probe: worlds.Rows  # [R, units, micro, probe_rows, ...]
-    validation: worlds.Rows  # [R, validation, ...]
-    windows: list[list[int]]
-    skill: list[int]  # of each unit
-
-
-class Trace(NamedTuple):
-    """What one run of all replicates leaves."""
-
-    curves: list[dict[str, Any]]
-    decisions: list[list[Decision]]  # per replicate
-    measured: list[tuple[int, int, str, Influence]]  # (replicate, window, edge, matrices), as measured, before averaging
-    probe_seconds: float
-    train_seconds: float
-    flops_share: float  # of looking, relative to training
-
-
-def corpus(job: Config) -> Corpus:
-    found = [worlds.squares(job.seed, r, job.skills, job.symbols) for r in range(job.replicates)]
-    units = job.windows * job.skills
-    return Corpus(
-        worlds.stacked(job.seed, "train", found, (units, job.steps_per_unit * job.batch_size)),
-        worlds.stacked(job.seed, "probe", found, (units, job.micro, job.probe_rows)),
-        worlds.stacked(job.seed, "validation", found, (job.validation,)),
-        np.arange(units).reshape(job.windows, job.skills).tolist(),
-        [u % job.skills for u in range(units)],
-    )
-
-
-def domain(skill: int) -> str:
-    return f"skill{skill + 1:02}"
-
-
-def planted(skills: int) -> np.ndarray:
-    """Skill-It's graph of the chain: 1 on the diagonal, 0.5 from each skill to the next."""
-    return np.eye(skills) + 0.5 * np.eye(skills, k=1)
-
-
-class Looker:
-    """What the schedules see of the stacked nets."""
-
-    def __init__(self, job: Config, data: Corpus, net: worlds.Net, optimizer: Any) -> None:
-        self.job, self.data, self.net, self.optimizer, self.work = job, data, net, optimizer, 0.0
-
-    def losses_of(self, rows: worlds.Rows, skill: list[int]) -> Any:
-        """Mean loss of unit batches, rows [R, U, B, ...], one skill each: tensor [R, U]."""
-        import torch
-
-        R, U, B, _ = rows.operands.shape
-        operands, answers = (torch.from_numpy(x.reshape(R, U * B, -1)) for x in rows)
-        which = torch.tensor(skill).repeat_interleave(B).expand(R, -1)
-        return self.net.losses(operands, answers, which).view(R, U, B).mean(2)
-
-    def gradient_loss(self, units: list[int], i: int, m: int) -> Any:
-        size = min(self.job.batch_size, self.data.train.operands.shape[2] // self.job.micro)
-        rows = worlds.Rows(*(x[:, units[i], None, m * size : (m + 1) * size] for x in self.data.train))
-        self.work += 3 * size
-        return self.losses_of(rows, [self.data.skill[units[i]]])[:, 0]
-
-    def probe_losses(self, units: list[int], m: int) -> Any:
-        self.work += len(units) * self.job.probe_rows
-        return self.losses_of(worlds.Rows(*(x[:, units, m] for x in self.data.probe)), [self.data.skill[u] for u in units])
-
-    def influence(self, units: list[int], edge: str, rate: float) -> Influence:
-        return measure(
-            self.net.parameters,
-            lambda i, m: self.gradient_loss(units, i, m),
-            lambda m: self.probe_losses(units, m),
-            units=len(units),
-            micro=self.job.micro,
-            step=self.job.rule.lookahead * rate,
-            edge=edge,
-            scale=preconditioner(self.optimizer, self.net.parameters) if self.job.rule.precondition else None,
-        )
-
-    def look(self, schedulers: list[Scheduler], window: int, rate: float) -> tuple[list[Seen], Influence | None]:
-        """What each replicate's scheduler sees, and the fresh influence of all replicates if any of them was due."""
-        import torch
-
-        need, units = schedulers[0].needs(window), schedulers[0].probed(window)
-        if need is None:
-            return [Seen()] * len(schedulers), None
-        if need == "gradients":
-            parts = [directions(self.gradient_loss(units, i, 0), self.net.parameters, None, False)[0] for i in range(len(units))]
-            flat = torch.stack([torch.cat([g.flatten(1) for g in one], 1) for one in parts], 1).double().numpy()
-            return [Seen(gradients=g) for g in flat], None
-        with torch.no_grad():
-            losses = torch.stack([self.probe_losses(units, m) for m in range(self.job.micro)]).double().mean(0).numpy()
-        due = [s.due(x) for s, x in zip(schedulers, losses, strict=True)]
-        if not any(due):
-            return [Seen(x) for x in losses], None
-        found = self.influence(units, self.job.rule.edge, rate)
-        seen = [Seen(x, Influence(*(v[r] for v in found)) if due[r] else None) for r, x in enumerate(losses)]
-        return seen, found
-
-
-def train_chain(job: Config, data: Corpus, schedulers: list[Scheduler]) -> Trace:
-    """Train all replicates, each by its own scheduler."""
-    import torch
-
-    net = worlds.Net(job.seed, job.replicates, job.skills, job.symbols, job.width, job.hidden)
-    optimizer = torch.optim.AdamW(net.parameters, lr=job.learning_rate, weight_decay=0.0)
-    looker, step = Looker(job, data, net, optimizer), 0
-    curves, measured, decisions = [], [], [[] for _ in schedulers]
-    seconds = {"probe": 0.0, "train": 0.0}
-    index = np.arange(job.replicates)
-
-    def point() -> None:
-        loss, right = net.score(data.validation)
-        curves.extend(curve_row(r, step, loss[r], right[r]) for r in range(job.replicates))
-
-    point()
-    for window in range(job.windows):
-        started = time.perf_counter()
-        seen, fresh = looker.look(schedulers, window, job.rate(step))
-        for r, scheduler in enumerate(schedulers):
-            decisions[r].append(scheduler.decide(window, seen[r]))
-        seconds["probe"] += time.perf_counter() - started
-        if fresh is not None:
-            measured += [(r, window, job.rule.edge, Influence(*(v[r] for v in fresh))) for r in index if seen[r].influence]
-        if window in job.diagnose and job.schedule in DIRECTED:
-            work = looker.work
-            for edge in (e for e in EDGES if e != job.rule.edge and (e != "pair_exact" or job.skills <= MOST_PAIRS)):
-                other = looker.influence(data.windows[window], edge, job.rate(step))
-                measured += [(r, window, edge, Influence(*(v[r] for v in other))) for r in index]
-            looker.work = work
-        for slot in range(job.skills):
-            units = np.array([found[-1].order[slot] for found in decisions])
-            skill = torch.tensor([data.skill[u] for u in units])[:, None].expand(-1, job.batch_size)
-            for part in range(job.steps_per_unit):
-                started = time.perf_counter()
-                rows = slice(part * job.batch_size, (part + 1) * job.batch_size)
-                operands, answers = (torch.from_numpy(x[index, units, rows]) for x in data.train)
-                optimizer.param_groups[0]["lr"] = job.rate(step)
-                optimizer.zero_grad()
-                net.losses(operands, answers, skill).mean(1).sum().backward()
-                optimizer.step()
-                step += 1
-                seconds["train"] += time.perf_counter() - started
-                if step % job.evaluate_every == 0 or step == job.steps:
-                    point()
-    share = looker.work / (3 * job.batch_size * job.steps)
-    return Trace(curves, decisions, measured, seconds["probe"], seconds["train"], share)
-
-
-def curve_row(replicate: int, step: int, loss: np.ndarray, right: np.ndarray) -> dict[str, Any]:
-    """One point of curves.parquet: losses in nats and accuracies per skill (1, 2, ...)."""
-    row: dict[str, Any] = {"replicate": int(replicate), "step": step, "loss": float(loss.mean())}
-    row |= {f"loss_{k + 1}": float(x) for k, x in enumerate(loss)}
-    return row | {f"accuracy_{k + 1}": float(x) for k, x in enumerate(right)}
-
-
-def chain(job: Config) -> Trace:
-    """The chain under the job's schedule. DoReMi first trains a reference on the uniform mixture and a proxy whose average
-    weights the run itself then uses; the seconds of both count as probing, and so do their FLOPs."""
-    data = corpus(job)
-    domains = [domain(k) for k in data.skill]
-
-    def schedulers(name: Schedule, **more: Any) -> list[Scheduler]:
-        extra = [{k: v[r] for k, v in more.items()} for r in range(job.replicates)]
-        graph = planted(job.skills) if name == "skill_it" else None
-        seeds = [derive(job.seed, "replicate", r) for r in range(job.replicates)]
-        return [Scheduler(name, job.rule, data.windows, domains, s, graph=graph, **e) for s, e in zip(seeds, extra, strict=True)]
-
-    if job.schedule != "doremi":
-        return train_chain(job, data, schedulers(job.schedule))
-    reference = train_chain(job, data, schedulers("random"))
-    last = [[row[f"loss_{k + 1}"] for k in range(job.skills)] for row in reference.curves[-job.replicates :]]
-    online = schedulers("doremi", reference=np.array(last))
-    proxy = train_chain(job, data, online)
-    found = train_chain(job, data, schedulers("doremi", weights=[np.mean(s.weights[1:], 0) for s in online]))
-    return found._replace(
-        probe_seconds=found.probe_seconds + sum(t.train_seconds + t.probe_seconds for t in (reference, proxy)),
-        flops_share=found.flops_share + proxy.flops_share + 2.0,
-    )
-
-
 def iid(job: Config) -> Trace:
     """Units of one distribution: every row asks for a skill of its own. One Trainer run per replicate."""
     from posttrain.midtrain import decoder
@@ -248,7 +74,7 @@ def iid(job: Config) -> Trace:
     runs = [decoder.train(job, replicate) for replicate in range(job.replicates)]
     return Trace(
         [row for run in runs for row in run.curves],
-        [run.decisions for run in runs],
+        [run.decisions[0] for run in runs],
         [item for run in runs for item in run.measured],
         sum(run.probe_seconds for run in runs),
         sum(run.train_seconds for run in runs),
@@ -262,10 +88,17 @@ def live_pairs(D: np.ndarray, losses: np.ndarray, symbols: int) -> tuple[list[bo
     return hits, [hit for k, hit in enumerate(hits, 1) if losses[k] > np.log(symbols) / 2]
 
 
+def nominal(job: Config) -> float:
+    """Share of edges above z standard errors if nothing differs: one tail of Student's t with micro - 1 degrees of freedom."""
+    from scipy.stats import t
+
+    return float(t.sf(job.rule.z, job.micro - 1))
+
+
 def replicate_row(job: Config, trace: Trace, r: int) -> dict[str, Any]:
     """One row of replicates.parquet; None where a column has no meaning for the schedule or the world."""
     curve = [row for row in trace.curves if row["replicate"] == r]
-    last, top = curve[-1], f"accuracy_{job.skills}"
+    last, top = curve[-1], f"accuracy_{job.top}"
     reached = next((row["step"] for row in curve if row[top] >= 0.9), None)
     decisions = trace.decisions[r]
     used = [np.reshape(d.influence["D"], (job.skills, job.skills)) for d in decisions if d.influence]
@@ -287,6 +120,7 @@ def replicate_row(job: Config, trace: Trace, r: int) -> dict[str, Any]:
     row["direction_live"] = float(np.mean(live)) if live else None
     row["edges_above"] = float(np.mean([d.above for d in decisions])) if used else None
     row["edge_rate"] = row["edges_above"] / (job.skills * (job.skills - 1)) if used else None
+    row["edge_nominal"] = nominal(job) if used and job.world == "iid" else None
     row["fell_back"] = float(np.mean([d.fell_back for d in decisions])) if used else None
     row["satisfied"] = float(np.mean([satisfied(D, p) for D, p in zip(used, positions, strict=True)])) if used else None
     order_only = job.schedule not in MIXTURE
@@ -299,7 +133,7 @@ def replicate_row(job: Config, trace: Trace, r: int) -> dict[str, Any]:
 
 def main(job: Config) -> None:
     determinism.setup(job.seed)
-    trace = chain(job) if job.world == "chain" else iid(job)
+    trace = chain.run(job) if job.world == "chain" else iid(job)
     rows = [replicate_row(job, trace, r) for r in range(job.replicates)]
     orders = [
         {"replicate": r, **{name: value for name, value in d._asdict().items() if name != "influence"}}

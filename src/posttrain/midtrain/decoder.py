@@ -11,21 +11,12 @@ import numpy as np
 from posttrain.core import models
 from posttrain.core.determinism import derive
 from posttrain.midtrain import worlds
-from posttrain.midtrain.influence import Influence
 from posttrain.midtrain.sampler import Unit, WindowSampler, install, row_losses
-from posttrain.midtrain.schedules import Decision, Scheduler, Seen
+from posttrain.midtrain.schedules import Scheduler, Seen
+from posttrain.midtrain.worlds import Trace, curve_row
 
 if TYPE_CHECKING:
     from posttrain.midtrain.d3 import Config
-
-
-class Run(NamedTuple):
-    curves: list[dict[str, Any]]
-    decisions: list[Decision]
-    measured: list[tuple[int, int, str, Influence]]
-    probe_seconds: float
-    train_seconds: float
-    flops_share: float
 
 
 class Data(NamedTuple):
@@ -35,28 +26,26 @@ class Data(NamedTuple):
 
 
 def data(job: Config, replicate: int, vocabulary: worlds.Vocabulary) -> Data:
-    """Units whose rows ask for a skill drawn at random, all from one distribution."""
+    """Units whose rows ask for one of the first skills, drawn at random: all from one distribution."""
     count, probes = job.windows * job.skills, job.micro * job.probe_rows
     size = job.steps_per_unit * job.batch_size
     rng = np.random.default_rng(derive(job.seed, "iid", replicate))
     found = worlds.draw(rng, worlds.squares(job.seed, replicate, job.skills, job.symbols), (count * (size + probes),))
-    rows = worlds.sequences(found, rng.integers(job.skills, size=len(found.operands)), vocabulary)
+    rows = worlds.sequences(found, rng.integers(job.asked, size=len(found.operands)), vocabulary)
     held = worlds.draw(rng, worlds.squares(job.seed, replicate, job.skills, job.symbols), (job.validation,))
     first = count * size
     units = [
         Unit(tuple(range(u * size, (u + 1) * size)), tuple(range(first + u * probes, first + (u + 1) * probes)))
         for u in range(count)
     ]
-    each = [worlds.sequences(held, np.full(job.validation, k), vocabulary) for k in range(job.skills)]
+    each = [worlds.sequences(held, np.full(job.validation, k), vocabulary) for k in range(job.asked)]
     return Data(rows, units, each)
 
 
-def train(job: Config, replicate: int) -> Run:
+def train(job: Config, replicate: int) -> Trace:
     """Train and measure one replicate; initialisation, data and random orders follow from the seed and its number alone."""
     import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
-
-    from posttrain.midtrain.d3 import curve_row
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
     vocabulary = worlds.Vocabulary(job.skills, job.symbols)
     world = data(job, replicate, vocabulary)
@@ -104,7 +93,10 @@ def train(job: Config, replicate: int) -> Run:
             remove_unused_columns=False,
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=world.rows, callbacks=[Curve()])
-        trainer.create_scheduler = lambda steps, optimizer=None: decaying(trainer, optimizer or trainer.optimizer, job)
+        trainer.remove_callback(PrinterCallback)
+        trainer.create_scheduler = lambda num_training_steps, optimizer=None: decaying(
+            trainer, optimizer or trainer.optimizer, job
+        )
         look = install(trainer, sampler, micro=job.micro, rows=job.batch_size).look
 
         def noted(asking: Scheduler, window: int) -> Seen:
@@ -119,7 +111,7 @@ def train(job: Config, replicate: int) -> Run:
         trainer.train()
         seconds = time.perf_counter() - started - spent - sampler.seconds
     share = sampler.work / (3 * job.batch_size * job.steps)
-    return Run(curves, sampler.decisions, measured, sampler.seconds, seconds, share)
+    return Trace(curves, [sampler.decisions], measured, sampler.seconds, seconds, share)
 
 
 def decaying(trainer: Any, optimizer: Any, job: Config) -> Any:

@@ -76,10 +76,7 @@ class WindowSampler:
             self.stored, self.seconds, self.work = broadcast(self._read())
         while len(self.decisions) <= window:
             w = len(self.decisions)
-            if w < len(self.stored):
-                decision = self.scheduler.replay(self.stored[w])
-            else:
-                decision = self._new(w)
+            decision = self.scheduler.replay(self.stored[w]) if w < len(self.stored) else self._new(w)
             self.decisions.append(decision)
         return self.decisions[window]
 

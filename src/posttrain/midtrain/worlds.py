@@ -10,7 +10,7 @@ read-out for all hops. Its replicates are stacked along a first axis, so that ma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from posttrain.core.determinism import derive
 
 if TYPE_CHECKING:
     import torch
+
+    from posttrain.midtrain.influence import Influence
+    from posttrain.midtrain.schedules import Decision
 
 
 def latin(rng: np.random.Generator, symbols: int) -> np.ndarray:
@@ -147,3 +150,21 @@ def sequences(rows: Rows, skill: np.ndarray, vocabulary: Vocabulary) -> list[dic
     mask = (place <= asked).astype(np.int64)
     names = ("input_ids", "attention_mask", "labels")
     return [dict(zip(names, map(torch.from_numpy, values), strict=True)) for values in zip(ids, mask, labels, strict=True)]
+
+
+class Trace(NamedTuple):
+    """What one run of all replicates leaves."""
+
+    curves: list[dict[str, Any]]
+    decisions: list[list[Decision]]  # per replicate
+    measured: list[tuple[int, int, str, Influence]]  # (replicate, window, edge, matrices), as measured, before averaging
+    probe_seconds: float
+    train_seconds: float
+    flops_share: float  # of looking, relative to training
+
+
+def curve_row(replicate: int, step: int, loss: np.ndarray, right: np.ndarray) -> dict[str, Any]:
+    """One point of curves.parquet: losses in nats and accuracies per skill (1, 2, ...)."""
+    row: dict[str, Any] = {"replicate": int(replicate), "step": step, "loss": float(loss.mean())}
+    row |= {f"loss_{k + 1}": float(x) for k, x in enumerate(loss)}
+    return row | {f"accuracy_{k + 1}": float(x) for k, x in enumerate(right)}
