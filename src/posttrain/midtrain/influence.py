@@ -185,7 +185,8 @@ def measure(
                         after = look(m)
                         total[m, :, i, j] = np.where(usable, after, 0.0).sum(-1) / np.maximum(usable.sum(-1), 1)
                         back()
-            A = (np.swapaxes(total, -1, -2) - total) / 2
+            with np.errstate(invalid="ignore"):  # inf - inf where a pair of steps diverged
+                A = (np.swapaxes(total, -1, -2) - total) / 2
     if edge == "rel_loss":
         A = A / base[:, :, None, :]
     usable &= (np.isfinite(A) | ~usable[:, None, :]).all((0, 3))  # a unit whose step throws another one off is dropped
