@@ -151,7 +151,7 @@ def main(job: Config) -> None:
     if matrices:
         tabled["influence"] = matrices
     files = [tables.write(values, job.folder / f"{name}.parquet") for name, values in tabled.items()]
-    names = [n for n, v in rows[0].items() if isinstance(v, int | float) and n != "replicate"]
+    names = [n for n in rows[0] if n != "replicate" and any(isinstance(row[n], int | float) for row in rows)]
     metrics = {name: manifest.metric([row[name] for row in rows if row[name] is not None]) for name in names}
     manifest.publish(
         job, metrics, files, not_deterministic="probe_seconds and train_seconds of replicates.parquet are wall times"

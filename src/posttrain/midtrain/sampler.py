@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from posttrain.core import tables
+from posttrain.core.determinism import derive
 from posttrain.core.errors import UserError
+from posttrain.midtrain import influence
 from posttrain.midtrain.influence import directions, measure, preconditioner, untouched
 from posttrain.midtrain.schedules import Decision, Scheduler, Seen
 
@@ -167,17 +169,25 @@ class TrainerLook:
             means = [t.sum() / c.sum() for t, c in zip(total.split(sizes), count.split(sizes), strict=True)]
             return torch.stack(means)[None]
 
+        def gradients() -> np.ndarray:
+            found = [directions(gradient_loss(i, 0), parameters, None, False)[0] for i in range(len(units))]
+            return torch.stack([torch.cat([g.reshape(-1) for g in one]) for one in found]).double().cpu().numpy()
+
         with untouched([], model):
             if need == "gradients":
-                found = [directions(gradient_loss(i, 0), parameters, None, False)[0] for i in range(len(units))]
-                flat = torch.stack([torch.cat([g.reshape(-1) for g in one]) for one in found])
-                return Seen(gradients=flat.double().cpu().numpy())
+                return Seen(gradients=gradients())
             with torch.no_grad():
                 losses = torch.stack([probe_losses(m) for m in range(self.micro)]).double().mean(0)[0].cpu().numpy()
         if not scheduler.due(losses):
             return Seen(losses)
         rule, optimizer = scheduler.rule, self.trainer.optimizer
         rate = optimizer.param_groups[0]["lr"] or self.trainer.args.learning_rate  # 0 before the first step of a warm-up
+        labels = np.arange(len(units))
+        if rule.representatives is not None and rule.representatives < len(units):
+            with untouched([], model):
+                features = influence.project(gradients(), rule.projection, derive(scheduler.seed, "projection"))
+            labels, chosen = influence.representatives(features, rule.representatives, derive(scheduler.seed, "clusters", window))
+            units = [units[k] for k in chosen]
         found = measure(
             parameters,
             gradient_loss,
@@ -189,7 +199,8 @@ class TrainerLook:
             scale=preconditioner(optimizer, parameters) if rule.precondition else None,
             module=model,
         )
-        return Seen(losses, type(found)(*(value[0] for value in found)))
+        matrices = [influence.expand(value[0], labels) for value in found[:-1]]  # within a cluster no edge is above tau
+        return Seen(losses, influence.Influence(*matrices, losses))
 
 
 def install(trainer: Any, sampler: WindowSampler, *, micro: int, rows: int) -> WindowSampler:

@@ -36,6 +36,10 @@ class Rule(Model):
     keep: float = key(
         0.7, help="weight of older influence where units have distinct domains, A <- keep A + (1 - keep) new (d3)", ge=0, lt=1
     )
+    representatives: int | None = key(
+        None, help="measure between this many units, one per k-means cluster of gradients; null: all (d3 in a Trainer)", gt=1
+    )
+    projection: int = key(256, help="dimensions to which gradients are projected for those clusters", gt=0)
     eta: float = key(0.5, help="Skill-It: step of the weights", ge=0)
     horizon: int = key(3, help="Skill-It: windows whose losses count", gt=0)
     mu: float = key(1.0, help="DoReMi: step of the weights", ge=0)
