@@ -338,6 +338,8 @@ def test_representatives_and_what_their_clusters_inherit():
     assert whole.shape == (12, 12) and (whole == -whole.T).all() and (whole[:4, :4] == 0).all()
     assert whole[0, 5] == D[labels[0], labels[5]]
     assert len(set(influence.representatives(features[:2], 5, 0)[0])) <= 2
+    D[1], D[:, 1] = np.nan, np.nan
+    assert np.isnan(influence.expand(D, np.array([1, 0, 1, 2]))[[0, 2]]).all(), "a dropped cluster is dropped as a whole"
 
 
 def test_directions_of_unit_norm_and_unused_parameters():

@@ -139,7 +139,6 @@ def test_units_inherit_the_influence_of_their_representative(tmp_path):
     assert D[1, 2] == D[2, 1] == 0 and D[0, 1] == D[0, 2] == -D[1, 0] != 0
     whole = install(made, sampler(), micro=2, rows=3)
     assert whole.look(whole.scheduler, 0).influence.D[0, 1] == pytest.approx(D[0, 1], abs=1e-9)
-    assert whole.work > found.work - 3 * 3 * K
 
 
 def test_a_resumed_run_replays_its_orders_and_ends_where_an_unbroken_one_does(tmp_path):
@@ -236,3 +235,19 @@ def test_all_ranks_take_the_order_of_rank_0(tmp_path):
     first, second = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))
     assert first[1] == [0, 1, 2] and second[1] == [], "rank 0 alone looks"
     assert first[2:] == second[2:]
+
+
+def test_a_unit_whose_loss_is_not_finite_goes_last_and_training_goes_on(tmp_path):
+    made = trainer(tmp_path)
+    found = install(made, sampler(), micro=2, rows=3)
+    made.create_optimizer()
+    losses_of = found.look.losses_of
+
+    def broken(rows):
+        total, count = losses_of(rows)
+        wrong = torch.tensor([row in found.units[1].probe for row in rows])
+        return torch.where(wrong, torch.nan, total), count
+
+    found.look.losses_of = broken
+    decision = found.decide(0)
+    assert decision.order[-1] == 1 and sorted(decision.order) == [0, 1, 2] and np.isnan(decision.scores[1])

@@ -263,5 +263,6 @@ def representatives(features: np.ndarray, k: int, seed: int) -> tuple[np.ndarray
 
 
 def expand(matrix: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Units inherit what their clusters' representatives have: [k, k] -> [n, n], 0 within a cluster."""
-    return np.where(labels[:, None] == labels[None, :], 0.0, matrix[np.ix_(labels, labels)])
+    """Units inherit what their clusters' representatives have: [k, k] -> [n, n], 0 within a cluster (nan if it was dropped)."""
+    inherited = matrix[np.ix_(labels, labels)]
+    return np.where(labels[:, None] == labels[None, :], 0.0 * inherited, inherited)
