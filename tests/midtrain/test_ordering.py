@@ -155,6 +155,22 @@ def test_ties_are_interleaved_by_domain_never_in_blocks():
     assert ordering.interleave(order, scores, ["a", "a", "b", "b", "a", "b"], 0.0) == order
 
 
+def test_ties_of_repeated_domains_survive_the_local_search():
+    D = np.zeros((4, 4))
+    D[0, 2], D[0, 1], D[1, 2] = 0.02, -0.01, -0.01
+    D[[0, 1, 2], 3] = 1.0
+    D = D - D.T
+    domains = ["a", "a", "b", "b"]
+    assert score_order(D, 0.5, domains=domains, noise=0.1).units == [0, 2, 1, 3], "a b a, though D prefers 1, 0 and 2, 1"
+    assert score_order(D, 0.5, domains=["a", "b", "c", "d"], noise=0.1).units == score_order(D, 0.5).units != [0, 2, 1, 3]
+
+
+def test_swaps_leave_fixed_pairs_alone():
+    D = np.array([[0, -1.0], [1.0, 0]])
+    assert ordering.local_search(D, [0, 1], np.zeros((2, 2), dtype=bool)) == [1, 0]
+    assert ordering.local_search(D, [0, 1], np.array([[False, True], [False, False]])) == [0, 1]
+
+
 def test_dropped_units_go_last_and_change_nothing_else():
     D = antisymmetric(5, 2)
     alone = score_order(D[np.ix_([0, 1, 3, 4], [0, 1, 3, 4])], 0.3)

@@ -138,14 +138,14 @@ def topological(edges: np.ndarray, rank: np.ndarray) -> list[int]:
     return order
 
 
-def local_search(D: np.ndarray, order: Sequence[int], edges: np.ndarray, least: float = 0.0) -> list[int]:
-    """Swap neighbours i, j (i first) while D[j, i] > least and no edge i -> j forbids it. A swap adds 2 D[j, i] to F."""
+def local_search(D: np.ndarray, order: Sequence[int], fixed: np.ndarray) -> list[int]:
+    """Swap neighbours i, j (i first) while D[j, i] > 0, unless fixed[i, j] (bool [n, n]). A swap adds 2 D[j, i] to F."""
     order, moved = list(order), True
     while moved:
         moved = False
         for k in range(len(order) - 1):
             i, j = order[k], order[k + 1]
-            if D[j, i] > least and not edges[i, j]:
+            if D[j, i] > 0 and not fixed[i, j]:
                 order[k], order[k + 1], moved = j, i, True
     return order
 
@@ -207,15 +207,18 @@ def score_order(
     if not constrained:
         edges = np.zeros_like(edges)
     alive = [u for u in fallback if usable[u]]
+    repeated = domains is not None and len(set(domains)) < n
+    tied = np.zeros_like(edges)
+    if repeated:  # swaps must not undo the interleaving
+        tied = (np.abs(scores[:, None] - scores) <= noise) & ~np.eye(n, dtype=bool)
     found = []
     for sign in (1.0, -1.0):
         priority = sorted(alive, key=lambda u: -sign * scores[u])  # stable: equals stay in the fallback's order
-        priority = interleave(priority, sign * scores, domains if domains is not None else [0] * n, noise)
+        if repeated:
+            priority = interleave(priority, sign * scores, domains, noise)
         priority += [u for u in fallback if not usable[u]]
         rank = np.argsort(priority)
-        order = topological(edges, rank)
-        order = [u for u in order if usable[u]] + [u for u in order if not usable[u]]
-        found.append(local_search(clean, order, edges, noise))
+        found.append(local_search(clean, topological(edges, rank), edges | tied))
     better = objective(clean, found[1]) > objective(clean, found[0])
     return Order(found[1 if better else 0], scores, edges, int(above.sum()), False)
 

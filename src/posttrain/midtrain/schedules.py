@@ -192,7 +192,14 @@ class Scheduler:
         if fresh:
             used = blend(self.average if distinct else None, seen.influence, self.rule.keep)
         tau = threshold(used.se_D, self.rule.z)
-        found = score_order(used.D, tau, fallback=draw, domains=[self.domains[u] for u in units])
+        variance = np.nansum(used.se_D**2, axis=1)  # of a score, as if its terms were independent
+        found = score_order(
+            used.D,
+            tau,
+            fallback=draw,
+            domains=[self.domains[u] for u in units],
+            noise=self.rule.z * float(variance.mean()) ** 0.5,
+        )
         order = found.units
         if self.schedule == "d3_reversed" and not found.fell_back:  # dropped units stay at the end
             order = [k for k in order[::-1] if np.isfinite(found.scores[k])] + [k for k in order if np.isnan(found.scores[k])]
