@@ -72,6 +72,14 @@ def test_the_order_effect_of_a_pair_and_its_residual_of_third_order():
     assert float(big / small) == pytest.approx(8, rel=0.02)
 
 
+def test_a_preconditioned_step_is_exact_on_quadratics():
+    q, eta = Quadratics(), 0.05
+    P = torch.rand(1, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.1
+    d = q.g * P
+    expected = eta * d @ q.g.T - eta**2 / 2 * torch.einsum("id,jde,ie->ij", d, q.H, d)
+    assert np.allclose(q.measure(step=eta, scale=[P]).A[0], expected.numpy(), rtol=0, atol=1e-12)
+
+
 def test_the_sign_of_D_names_the_better_order_of_most_random_pairs():
     hits = []
     for seed in range(150):
