@@ -48,8 +48,6 @@ wildcard_constraints:
     facts=r"[a-z0-9_]+",
     model=r"[a-z0-9_]+",
     lineage=r"[a-z0-9_]+",
-    world=r"[a-z0-9_]+",
-    schedule=r"[a-z0-9_]+",
     bed=r"[a-z0-9_]+",
     arm=r"[a-z0-9_]+",
     start=r"[a-z0-9_]+",

@@ -166,6 +166,48 @@ rule prism_plots:
         )
 
 
+rule d3_plots:
+    input:
+        of_method("midtrain", "testbed"),
+        of_method("midtrain", "d3"),
+    output:
+        **{
+            name: report(
+                f"{ROOT}/report/{name}.svg",
+                caption="../report/plots.rst",
+                category="D3",
+                labels={"plot": title},
+            )
+            for name, title in SECTIONS["d3"].items()
+        },
+    log:
+        f"logs/{study.tier}/report/d3_plots.log",
+    benchmark:
+        f"benchmarks/jobs/{study.tier}/report/d3_plots.tsv"
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: 1
+    resources:
+        nodes=1,
+        gpu=0,
+        mem_mb=2000,
+        runtime=20,
+    params:
+        root=lambda wildcards, output: str(Path(output.d3_graph).parents[1]),
+        seeds=SEEDS,
+        arms=ARMS,
+        tasks=canonical(study.tasks),
+        code=lambda wildcards: code_digest("posttrain.report.d3"),
+    message:
+        "Draw D3's plots"
+    shell:
+        launched(
+            "posttrain.report.d3",
+            "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
+            " --tasks {params.tasks:q} --output {output.d3_graph:q}",
+        )
+
+
 rule page:
     input:
         claims=f"{ROOT}/claims.csv",

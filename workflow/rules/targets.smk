@@ -10,6 +10,7 @@ localrules:
     evaluate_all,
     pear,
     prism,
+    d3,
     midtrain,
 
 
@@ -85,3 +86,11 @@ rule prism:
         of_method("evaluate", "lineage"),
     message:
         "PRISM's comparison is complete: see {rules.claims.output.html}"
+
+
+rule d3:
+    input:
+        of_method("midtrain", "testbed"),
+        of_method("midtrain", "d3"),
+    message:
+        "D3's comparison is complete: see {rules.claims.output.html}"

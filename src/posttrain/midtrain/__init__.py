@@ -5,4 +5,6 @@ from posttrain.core.methods import Method
 METHODS = {
     "prism": Method(axes=("model",)),
     "merge": Method(axes=("model",)),
+    "testbed": Method(axes=("bed",), seeded=False, measures=True),
+    "d3": Method(axes=("arm",), measures=True),
 }

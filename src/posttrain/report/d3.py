@@ -36,7 +36,7 @@ def colour(schedule: str) -> str:
 
 def schedules(data: Artifacts) -> list[str]:
     """Schedules of SCHEDULES that every seed has on the planted world."""
-    return [s for s in SCHEDULES if all(data.path(f"midtrain/d3/{WORLD}-{s}", seed).is_file() for seed in data.seeds)]
+    return [s for s in SCHEDULES if all(data.path(f"midtrain/d3/{WORLD}_{s}", seed).is_file() for seed in data.seeds)]
 
 
 def d3_testbed(data: Artifacts, task: str) -> Figure:
@@ -72,13 +72,13 @@ def d3_curves(data: Artifacts, task: str) -> Figure:
     found = schedules(data)
     if not found:
         return note(task, "No schedule was run on the planted world.")
-    first = data.rows(data.path(f"midtrain/d3/{WORLD}-{found[0]}", data.seeds[0]), "replicates.parquet")
+    first = data.rows(data.path(f"midtrain/d3/{WORLD}_{found[0]}", data.seeds[0]), "replicates.parquet")
     text = f"Planted prerequisites, {len(first)} paired replicates per seed, {over_seeds(data)}. Right: dots are replicates, hollow: never."
     height = 2.7
     figure, axes = canvas("Schedules of the same units", text, height, columns=2, right=0.2, gap=2.2)
     ends = []
     for row, schedule in enumerate(found):
-        reference = f"midtrain/d3/{WORLD}-{schedule}"
+        reference = f"midtrain/d3/{WORLD}_{schedule}"
         by_step: dict[int, list[float]] = {}
         reached, censored = [], []
         for seed in data.seeds:
@@ -105,7 +105,7 @@ def d3_graph(data: Artifacts, task: str) -> Figure:
     """The directed influence of one window: its matrix, and the edges above noise with the order that was chosen."""
     import numpy as np
 
-    reference = f"midtrain/d3/{WORLD}-d3"
+    reference = f"midtrain/d3/{WORLD}_d3"
     if not data.available([reference]):
         return note(task, "D³ was not run on the planted world.")
     path = data.path(reference, data.seeds[0])
