@@ -36,6 +36,7 @@ scratch:
   model:
     two_style: {mix: data/mix/two_style, tokenizer: data/tokenizer/style}
 """,
+    "midtrain": "",
     "sft": """
 traces:
   task:
