@@ -390,6 +390,19 @@ class Study:
             for name, claim in claims.items():
                 for reference in filter(None, (claim.reference, claim.against)):
                     self.path(reference, 0)
+                    owner, kind, variant = reference.split("/")
+                    found = methods(owner)[kind]
+                    if claim.seeded != found.seeded:
+                        raise UserError(
+                            f"{path}: {method}.{name}: write seeded: {str(found.seeded).lower()}, as is {owner}/{kind}."
+                        )
+                    if len(found.axes) == 1 and variant not in (known := blocks(owner, kind, found.axes[0])):
+                        raise UserError(f"{path}: {method}.{name}: no tier has '{reference}'{nearest(variant, known)}")
+                    if found.axes == ("task", "checkpoint"):
+                        task, _, checkpoint = variant.partition("-")
+                        for value, known in ((task, tasks), (checkpoint, checkpoints)):
+                            if value not in known:
+                                raise UserError(f"{path}: {method}.{name}: no tier has '{value}'{nearest(value, known)}")
                 if claim.kind not in valid:
                     continue
                 if claim.task not in tasks:

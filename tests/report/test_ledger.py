@@ -55,9 +55,9 @@ def test_a_reversal_is_never_contradicted():
 
 
 def test_verdict_on_a_bound():
-    assert judge_bound(Interval(1.01, 0.99, 1.04), 1.05, 1).verdict == "replicated"
-    assert judge_bound(Interval(1.10, 1.06, 1.20), 1.05, 1).verdict == "contradicted"
-    assert judge_bound(Interval(1.04, 1.00, 1.08), 1.05, 1).verdict == "inconclusive"
+    assert judge_bound(Interval(1.01, 0.99, 1.04), 1.05, "batches").verdict == "replicated"
+    assert judge_bound(Interval(1.10, 1.06, 1.20), 1.05, "batches").verdict == "contradicted"
+    assert judge_bound(Interval(1.04, 1.00, 1.08), 1.05, "batches").verdict == "inconclusive"
 
 
 def test_shipped_claims_are_complete():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +13,7 @@ from posttrain.core import cli, manifest, tables
 from posttrain.core.config import JobConfig, key
 from posttrain.core.errors import UserError, nearest
 from posttrain.core.stats import Interval, bootstrap, pass_at_k, student_half_width
-from posttrain.report.ledger import COLUMNS, Claim, Verdict, judge, judge_bound, judge_reversal, read_claims
+from posttrain.report.ledger import COLUMNS, Claim, Verdict, judge, judge_bound, judge_reversal, over, read_claims
 
 
 class Config(JobConfig):
@@ -59,7 +60,7 @@ class Results:
             raise UserError(f"{reference} has no item of the family '{family}'; correct the claim in configs/claims.yaml.")
         if metric == "ungated":
             return {row["id"]: row["correct_ungated"] / row["n"] for row in rows}
-        if not metric.startswith("pass@"):
+        if not re.fullmatch("pass@[1-9][0-9]*", metric):
             raise UserError(f"configs/claims.yaml: metric '{metric}' is not pass@k, ungated, loss or fact_recall; correct it.")
         values = pass_at_k([row["n"] for row in rows], [row["correct"] for row in rows], int(metric.removeprefix("pass@")))
         return dict(zip((row["id"] for row in rows), values.tolist(), strict=True))
@@ -102,7 +103,8 @@ def difference(claim: Claim, results: Results, job: Config) -> Measured:
     values = sides(claim, results, job)
     interval = bootstrap([v[:, 0] - v[:, 1] for v in values], resamples=job.resamples)
     if claim.kind == "at_most":
-        verdict = judge_bound(interval, claim.bound, len(job.seeds), unit="items")
+        unit = {"loss": "documents", "fact_recall": "facts"}.get(claim.metric, "items")
+        verdict = judge_bound(interval, claim.bound, over(unit, len(job.seeds)), two_sided=claim.two_sided)
         return interval, sum(map(len, values)), verdict
     baseline = sum(float(v[:, 1].mean()) for v in values) / len(values) if claim.metric != "loss" else None
     verdict = judge(interval, claim.smallest_effect, len(job.seeds), baseline=baseline)
@@ -114,7 +116,7 @@ def scalar(claim: Claim, results: Results, job: Config) -> Measured:
     import numpy as np
 
     values = []
-    for s in job.seeds:
+    for s in seeds_of(claim, job):
         found = manifest.read(results.manifest(claim.reference, s), verify=False).metrics
         if claim.metric not in found:
             raise UserError(f"{claim.reference} has no metric '{claim.metric}'{nearest(claim.metric, found)}")
@@ -124,29 +126,61 @@ def scalar(claim: Claim, results: Results, job: Config) -> Measured:
         return Interval(estimate, None, None), 1, Verdict("inconclusive", "one number of one seed has no interval")
     half = student_half_width(np.array(values), 0.95)
     interval = Interval(estimate, estimate - half, estimate + half)
-    return interval, len(values), judge_bound(interval, claim.bound, len(values), unit="seeds", side=claim.side)
+    where = f"{len(values)} seeds" if half > 0 else f"{len(values)} seeds, which all gave the same number"
+    return interval, len(values), judge_bound(interval, claim.bound, where, side=claim.side, two_sided=claim.two_sided)
+
+
+def rows_of(claim: Claim, results: Results, reference: str, seed: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows that `where` keeps; each must have the columns that the claim names, with a number in `columns`."""
+    rows = results.rows(reference, seed, claim.file)
+    paired_by = claim.pair_by if claim.against else ()
+    for name in (*claim.where, *paired_by, *claim.independent_by, *columns):
+        if name not in rows[0]:
+            raise UserError(f"{reference}: {claim.file} has no column '{name}'{nearest(name, rows[0])}")
+    kept = [row for row in rows if all(row[name] == value for name, value in claim.where.items())]
+    if not kept:
+        raise UserError(f"{reference}: {claim.file} has no row with {claim.where}; correct the claim.")
+    for row in kept:
+        for name in columns:
+            if not isinstance(row[name], int | float):
+                raise UserError(
+                    f"{reference}: {claim.file} has {row[name]!r} in column '{name}', not a number; correct the claim."
+                )
+    return kept
 
 
 def of_rows(claim: Claim, results: Results, job: Config) -> Measured:
-    """Mean over the rows of a table of a column, or of its difference to another column of the same row."""
+    """Mean over independent units of a column, or of its difference to another column or to the same row of another job."""
     import numpy as np
 
-    samples = []
+    samples, own, other = [], claim.arm, claim.baseline or claim.arm
     for s in seeds_of(claim, job):
-        rows = results.rows(claim.reference, s, claim.file)
-        kept = [row for row in rows if all(row[name] == value for name, value in claim.where.items())]
-        if not kept:
-            raise UserError(f"{claim.reference}: {claim.file} has no row with {claim.where}; correct the claim.")
         if claim.against:
-            other = {tuple(r[k] for k in claim.pair_by): r for r in results.rows(claim.against, s, claim.file)}
-            pairs = [(row, other.get(tuple(row[k] for k in claim.pair_by))) for row in kept]
-            if lost := [row for row, partner in pairs if partner is None]:
-                raise UserError(f"{claim.against}: {claim.file} has no row for {claim.pair_by} of {lost[0]}; rebuild both jobs.")
-            samples.append(np.array([row[claim.arm] - partner[claim.baseline or claim.arm] for row, partner in pairs]))
+            kept, partners = rows_of(claim, results, claim.reference, s, [own]), {}
+            for row in rows_of(claim, results, claim.against, s, [other]):
+                if partners.setdefault(place := tuple(row[k] for k in claim.pair_by), row) is not row:
+                    raise UserError(
+                        f"{claim.against}: {claim.file} has several rows for {dict(zip(claim.pair_by, place, strict=True))}; name "
+                        "more columns in pair_by, or choose rows with where."
+                    )
+            values = []
+            for row in kept:
+                place = tuple(row[k] for k in claim.pair_by)
+                if place not in partners:
+                    lost = dict(zip(claim.pair_by, place, strict=True))
+                    raise UserError(f"{claim.against}: {claim.file} has no row for {lost}; rebuild both jobs.")
+                values.append(row[own] - partners[place][other])
         else:
-            samples.append(np.array([row[claim.arm] - (row[claim.baseline] if claim.baseline else 0.0) for row in kept]))
+            kept = rows_of(claim, results, claim.reference, s, [own, *([claim.baseline] if claim.baseline else [])])
+            values = [row[own] - (row[claim.baseline] if claim.baseline else 0.0) for row in kept]
+        units: dict[tuple, list[float]] = {}
+        for i, (row, value) in enumerate(zip(kept, values, strict=True)):
+            units.setdefault(tuple(row[k] for k in claim.independent_by) or (i,), []).append(value)
+        samples.append(np.array([np.mean(unit) for unit in units.values()]))
     interval = bootstrap(samples, resamples=job.resamples)
-    verdict = judge_bound(interval, claim.bound, len(samples), unit=claim.unit, side=claim.side)
+    where = over(claim.unit, len(samples) if claim.seeded else 0)
+    compared = bool(claim.against or claim.baseline)
+    verdict = judge_bound(interval, claim.bound, where, side=claim.side, two_sided=claim.two_sided, strict=compared)
     return interval, sum(map(len, samples)), verdict
 
 
@@ -189,7 +223,7 @@ def overhead(claim: Claim, results: Results, job: Config) -> Measured:
         rows = tables.read(where.parent / "step_times.parquet")
         samples.append(np.log([row[claim.arm] / row[claim.baseline] for row in rows]))
     interval = Interval(*np.exp(bootstrap(samples, resamples=job.resamples)).tolist())
-    return interval, sum(map(len, samples)), judge_bound(interval, claim.bound, len(job.seeds))
+    return interval, sum(map(len, samples)), judge_bound(interval, claim.bound, over("batches", len(job.seeds)))
 
 
 def seeds_of(claim: Claim, job: Config) -> tuple[int, ...]:

@@ -110,6 +110,8 @@ def d3_graph(data: Artifacts, task: str) -> Figure:
         return note(task, "D³ was not run on the planted world.")
     path = data.path(reference, data.seeds[0])
     rows = [row for row in data.rows(path, "influence.parquet") if row["replicate"] == 0 and row["edge"] == "raw_fd"]
+    if not rows:
+        return note(task, "The influence raw_fd was not measured.")
     windows = sorted({row["window"] for row in rows})
     window = windows[len(windows) // 4]
     rows = [row for row in rows if row["window"] == window]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.core import cli, manifest
 from posttrain.core.effects import main_effects
+from posttrain.core.errors import UserError
 from posttrain.core.stats import bootstrap
 from posttrain.report import drawing
 from posttrain.report.artifacts import COLOURS, INK, MUTED, PAPER, Artifacts, ReportConfig
@@ -99,11 +100,16 @@ def cells(data: Artifacts, family: str) -> list[dict[str, dict[str, np.ndarray]]
     found = []
     for seed in data.seeds:
         table: dict[str, dict[str, np.ndarray]] = {}
+        ids: list[str] = []  # cells are paired by item, whatever the order of rows
         for mid in MIXES:
             table[mid] = {}
             for rl in MIXES:
                 rows = data.rows(data.path(f"evaluate/reasoning/prism-{mid}_rl_{rl}", seed), "items.parquet")
-                table[mid][rl] = np.array([row["correct"] / row["n"] for row in rows if row["family"] == family])
+                values = {row["id"]: row["correct"] / row["n"] for row in rows if row["family"] == family}
+                ids = ids or sorted(values)
+                if values.keys() != set(ids):
+                    raise UserError(f"prism-{mid}_rl_{rl} was evaluated on other items than the other cells; rebuild all four.")
+                table[mid][rl] = np.array([values[i] for i in ids])
         found.append(table)
     return found
 
@@ -133,18 +139,21 @@ def prism_effects(data: Artifacts, task: str) -> Figure:
     return figure
 
 
-def lineages(data: Artifacts) -> list[str]:
+def lineages(data: Artifacts, file: str) -> list[str]:
+    """Lineages that have this table in every seed."""
     found = sorted({path.parents[1].name for path in data.root.glob(f"evaluate/lineage/*/seed*/{manifest.NAME}")})
-    return [name for name in found if all(data.path(f"evaluate/lineage/{name}", seed).is_file() for seed in data.seeds)]
+    paths = {name: [data.path(f"evaluate/lineage/{name}", seed) for seed in data.seeds] for name in found}
+    return [name for name in found if all(p.is_file() and file in data.read(p).artifacts for p in paths[name])]
 
 
 def prism_cka(data: Artifacts, task: str) -> Figure:
     """Centred linear CKA of each pair of checkpoints by layer; thin: without centring."""
     import numpy as np
 
-    if not lineages(data):
-        return note(task, "No lineage was analysed.")
-    reference, height = f"evaluate/lineage/{lineages(data)[0]}", 2.6
+    found = lineages(data, "cka.parquet")
+    if not found:
+        return note(task, "The representations of no lineage were compared.")
+    reference, height = f"evaluate/lineage/{found[0]}", 2.6
     text = (
         f"Mean-pooled hidden states of held-out prose, {over_seeds(data)}. Dotted: without centring, near 1 for any two models."
     )
@@ -172,7 +181,7 @@ def prism_landscape(data: Artifacts, task: str) -> Figure:
     """Pass rate on the plane through base, mid and RL, and along the path between them."""
     import numpy as np
 
-    found = [n for n in lineages(data) if "landscape.parquet" in data.manifest(f"evaluate/lineage/{n}", data.seeds[0]).artifacts]
+    found = lineages(data, "landscape.parquet")
     if not found:
         return note(task, "No plane between checkpoints was evaluated.")
     rates: dict[tuple[float, float], list[float]] = {}
