@@ -125,7 +125,7 @@ rule plots:
 rule prism_plots:
     input:
         lambda wildcards: [
-            path for path in measured() if "/prism" in path or "/lineage/" in path
+            path for path in measured() if Path(path).parts[-3].startswith("prism")
         ],
         of_method("midtrain", "prism"),
     output:
