@@ -205,7 +205,10 @@ def test_claims_may_name_what_some_tier_has(study, tmp_path, values):
             r"reference 'one' is not <stage>/<method>/<variant>",
         ),
         ({"kind": "rows", "reference": "evaluate/lineage/one", "bound": 1.0}, r"kind: rows needs file; add it$"),
-        ({"kind": "scalar", "reference": "evaluate/lineage/oen", "bound": 1.0}, r"no tier has 'evaluate/lineage/oen'; did you mean"),
+        (
+            {"kind": "scalar", "reference": "evaluate/lineage/oen", "bound": 1.0},
+            r"no tier has 'evaluate/lineage/oen'; did you mean",
+        ),
         ({"kind": "scalar", "reference": "evaluate/reasoning/prism-mcz", "bound": 1.0}, r"no tier has 'mcz'; did you mean 'mc"),
         (
             {"kind": "rows", "reference": "evaluate/lineage/one", "against": "evaluate/lineage/tow", "file": "f", "bound": 1.0},
