@@ -104,6 +104,7 @@ def group(method: str, kind: str, metric: str, control: bool, rows: list[tuple[d
     measured = [row for row, _ in rows if row["estimate"] is not None]
     ends = [row[name] for row in measured for name in ("estimate", "ci_low", "ci_high") if row[name] is not None]
     ends += [limit(claim) for row, claim in rows if row["estimate"] is not None]
+    ends += [-claim.bound for row, claim in rows if row["estimate"] is not None and claim.two_sided]
     low, high = min([reference, *ends]), max([reference, *ends])
     margin = (high - low) * 0.06 or 1.0
     low, high = low - margin, high + margin
@@ -124,6 +125,8 @@ def group(method: str, kind: str, metric: str, control: bool, rows: list[tuple[d
         if row["estimate"] is not None:
             above = claim.bound is None or (claim.kind in ("scalar", "rows") and claim.side == "at_least")
             counts = (place(limit(claim)), FOREST) if above else (0, place(limit(claim)))
+            if claim.two_sided:
+                counts = (place(-claim.bound), place(claim.bound))
             known = row["ci_low"] is not None
             columns = (("low", "ci_low"), ("high", "ci_high")) if known else (("low", "estimate"), ("high", "estimate"))
             shown["forest"] = {name: place(row[column]) for name, column in columns} | {
@@ -219,7 +222,7 @@ def checkpoints(data: Artifacts, method: str, measured: tuple[str, ...]) -> dict
     for reference in measured:
         stage, _, variant = reference.split("/")
         task, _, name = variant.partition("-")
-        if stage != "evaluate" or task != method or not data.available([reference]):
+        if stage != "evaluate" or not name or task != method or not data.available([reference]):
             continue
         for metric in data.manifest(reference, data.seeds[0]).metrics:
             found = data.metric(reference, metric)
