@@ -135,6 +135,14 @@ def test_a_right_answer_outside_the_form_earns_nothing():
     assert exact_answer("think_optional")(prompts, texts, answer=answers) == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(("style", "reward"), [("think", 0.0), ("think_optional", 1.0)])
+def test_the_style_of_the_job_reaches_the_reward(prism, tmp_path, style, reward):
+    one, tokenizer = job(prism, tmp_path, answer_style=style), models.load_tokenizer(prism.mid)
+    trainer = grpo.make_trainer(one, grpo.training_items(one), tokenizer, [], [])
+    (found,) = trainer.reward_funcs
+    assert found(["p"] * 2, ["3", "<think>1</think>3"], answer=["3"] * 2) == [reward, 1.0]
+
+
 def test_the_gate_is_read_from_real_completions(prism, tmp_path):
     """The marks of a thought survive the trainer's decoding, and a mid-trained model earns rewards where a base does not."""
     found = {}
