@@ -214,6 +214,8 @@ def main(job: Config) -> None:
         if steps:
             before, after = ([row["centred"] for row in rows if row["pair"] == step] for step in steps)
             higher = [y > x for x, y in zip(before, after, strict=True)]
+            least = min(y - x for x, y in zip(before, after, strict=True))
+            metrics[f"cka_gap_min/{steps[1]},{steps[0]}"] = manifest.Metric(value=least, n=len(higher))
             metrics[f"cka_higher_layers/{steps[1]},{steps[0]}"] = manifest.Metric(value=sum(higher) / len(higher), n=len(higher))
     if job.task:
         files.append(tables.write(plane(job, weights, metrics), job.folder / "landscape.parquet"))

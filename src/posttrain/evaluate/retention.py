@@ -48,7 +48,7 @@ def main(job: Config) -> None:
             logp = token_logprobs(model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1], ids[:, 1:])
         sums = torch.where(mask[:, 1:].bool(), logp, 0.0)[:, first - 1 :].sum(1).tolist()
         for document, tokens, total in zip(part, encoded, sums, strict=True):
-            if len(tokens) <= first and job.skip:
+            if len(tokens) <= first:  # nothing to score
                 continue
             shown = tokenizer.decode(tokens[first:], skip_special_tokens=True)
             rows.append(

@@ -13,7 +13,7 @@ from posttrain.core import cli, manifest, tables
 from posttrain.core.config import JobConfig, key
 from posttrain.core.errors import UserError, nearest
 from posttrain.core.stats import Interval, bootstrap, pass_at_k, student_half_width
-from posttrain.report.ledger import COLUMNS, Claim, Verdict, judge, judge_bound, judge_reversal, over, read_claims
+from posttrain.report.ledger import COLUMNS, Claim, Moot, Verdict, judge, judge_bound, judge_reversal, over, read_claims
 
 
 class Config(JobConfig):
@@ -177,8 +177,11 @@ def of_rows(claim: Claim, results: Results, job: Config) -> Measured:
         for i, (row, value) in enumerate(zip(kept, values, strict=True)):
             units.setdefault(tuple(row[k] for k in claim.independent_by) or (i,), []).append(value)
         samples.append(np.array([np.mean(unit) for unit in units.values()]))
+    count = len(samples) if claim.seeded else 0
+    if claim.pooled:
+        samples = [np.concatenate(samples)]
     interval = bootstrap(samples, resamples=job.resamples)
-    where = over(claim.unit, len(samples) if claim.seeded else 0)
+    where = f"{claim.unit} of all {count} seeds, each independent" if claim.pooled and count > 1 else over(claim.unit, count)
     compared = bool(claim.against or claim.baseline)
     verdict = judge_bound(interval, claim.bound, where, side=claim.side, two_sided=claim.two_sided, strict=compared)
     return interval, sum(map(len, samples)), verdict
@@ -253,6 +256,20 @@ def needed(claim: Claim) -> list[str]:
     return [f"evaluate/reasoning/{claim.task}-{stage}_{arm}" for stage in ("sft", "rl") for arm in claim.arms]
 
 
+def moot(condition: Moot, results: Results, seeds: Sequence[int]) -> str | None:
+    """Why a comparison says nothing, or None."""
+    values = []
+    for s in seeds:
+        if not results.has(condition.reference, s):
+            return f"this tier has no {condition.reference}, which would say whether it can be"
+        found = manifest.read(results.manifest(condition.reference, s), verify=False).metrics
+        if condition.metric not in found:
+            raise UserError(f"{condition.reference} has no metric '{condition.metric}'{nearest(condition.metric, found)}")
+        values.append(found[condition.metric].value)
+    mean = sum(values) / len(values)
+    return f"{condition.because} ({condition.metric} is {mean:.3f})" if condition.holds(mean) else None
+
+
 def measure(name: str, method: str, claim: Claim, results: Results, job: Config) -> dict[str, Any]:
     """One row of the ledger."""
     row = {"method": method, "claim": name, "statement": claim.statement, "paper_value": claim.paper_value}
@@ -263,6 +280,8 @@ def measure(name: str, method: str, claim: Claim, results: Results, job: Config)
     if missing:
         return row | empty | Verdict("not testable here", f"this tier has no {missing[0]}")._asdict()
     interval, n, verdict = MEASURES[claim.kind](claim, results, job)
+    if claim.moot_if and (because := moot(claim.moot_if, results, seeds_of(claim, job))):
+        verdict = Verdict("not testable here", because)
     if claim.kind == "reversal" or (
         claim.kind in ("difference", "at_most") and claim.metric != "loss"
     ):  # a difference of shares ends at 1, which Student's quantile for few seeds does not know

@@ -12,6 +12,23 @@ VERDICTS = ("replicated", "contradicted", "inconclusive", "not testable here")
 COLUMNS = ("method", "claim", "statement", "paper_value", "estimate", "ci_low", "ci_high", "n", "seeds", "verdict", "reason")
 
 
+class Moot(Model):
+    """When a comparison says nothing: a metric of some job, mean over seeds, on the wrong side of a bound."""
+
+    reference: str = key(help="<stage>/<method>/<variant>")
+    metric: str = key(help="name in its manifest")
+    at_least: float | None = key(None, help="moot from this value on")
+    at_most: float | None = key(None, help="moot up to this value")
+    because: str = key(help="what then cannot be concluded, for the reason column")
+
+    def model_post_init(self, _context) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("moot_if needs either at_least or at_most; give one of them")
+
+    def holds(self, value: float) -> bool:
+        return value >= self.at_least if self.at_least is not None else value <= self.at_most
+
+
 class Claim(Model):
     """One claim, written down before it is measured."""
 
@@ -34,6 +51,8 @@ class Claim(Model):
     independent_by: tuple[str, ...] = key(
         (), help="rows: columns that name an independent unit, whose rows are averaged; empty: each row is one"
     )
+    moot_if: Moot | None = key(None, help="when the comparison says nothing, whatever its interval")
+    pooled: bool = key(False, help="rows: units of all seeds are independent, so that seeds are no level of their own")
     unit: str = key("rows", help="rows: what an independent unit is, in the plural")
     seeded: bool = key(True, help="rows: whether each seed of the study has its own; an exact computation has none")
     where: dict[str, str | int | float] = key({}, help="rows: keep rows with these values")
