@@ -126,6 +126,7 @@ def test_the_ledger_measures_what_the_tier_has_and_says_what_it_lacks(project):
     with open(project.results / "claims.csv") as stream:
         rows = {(row["method"], row["claim"]): row for row in csv.DictReader(stream)}
     assert rows["d3", "graph_beats_chance"]["n"] == "8" and rows["prism", "science_mid_mix"]["n"] == "4"
+    assert rows["prism", "directions"]["verdict"] == "not testable here"  # this tier's lineage measures no direction
     assert rows["prism", "math_gain"]["verdict"] == "not testable here" and "prism-mcs" in rows["prism", "math_gain"]["reason"]
 
 

@@ -24,6 +24,10 @@ class Config(JobConfig):
     resamples: int = key(4000, help="bootstrap resamples", gt=100)
 
 
+class Unmeasured(Exception):
+    """What a claim needs was not measured in this tier, or is undefined there (0/0): its row says so, the others go on."""
+
+
 SOURCES = {"loss": "evaluate/retention", "fact_recall": "evaluate/retention"}  # metrics that are not of reasoning
 
 
@@ -119,7 +123,7 @@ def scalar(claim: Claim, results: Results, job: Config) -> Measured:
     for s in seeds_of(claim, job):
         found = manifest.read(results.manifest(claim.reference, s), verify=False).metrics
         if claim.metric not in found:
-            raise UserError(f"{claim.reference} has no metric '{claim.metric}'{nearest(claim.metric, found)}")
+            raise Unmeasured(f"{claim.reference} has no metric '{claim.metric}'{nearest(claim.metric, found)}")
         values.append(found[claim.metric].value)
     estimate = float(np.mean(values))
     if len(values) == 1:
@@ -279,7 +283,10 @@ def measure(name: str, method: str, claim: Claim, results: Results, job: Config)
     missing = [reference for reference in needed(claim) for s in seeds_of(claim, job) if not results.has(reference, s)]
     if missing:
         return row | empty | Verdict("not testable here", f"this tier has no {missing[0]}")._asdict()
-    interval, n, verdict = MEASURES[claim.kind](claim, results, job)
+    try:
+        interval, n, verdict = MEASURES[claim.kind](claim, results, job)
+    except Unmeasured as reason:
+        return row | empty | Verdict("not testable here", str(reason))._asdict()
     if claim.moot_if and (because := moot(claim.moot_if, results, seeds_of(claim, job))):
         verdict = Verdict("not testable here", because)
     if claim.kind == "reversal" or (
