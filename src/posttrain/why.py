@@ -31,6 +31,7 @@ from posttrain.diff import changes, plural, text
 from posttrain.study import Study, config_class, methods, settings_named
 
 STORE = Path(".snakemake")
+SAFELY = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.0 to 3.11.3 have no filters
 JOB = re.compile(r"^\w+ \d+: (?P<message>.*)\nReason: (?P<reason>.*)\nShell command: (?P<command>.*)$", re.M)
 FOLLOWS = "Input files updated by another job"
 PLAIN = {  # beginnings of Snakemake's reasons (9.27) that need no record to be said in other words
@@ -212,7 +213,7 @@ class Past:
         if done.returncode:
             return None
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extractall(self.folder / commit, filter="data")
+            archive.extractall(self.folder / commit, **SAFELY)
         return self.folder / commit / "src" / "posttrain"
 
     @functools.cache  # noqa: B019

@@ -62,7 +62,7 @@ def test_a_pear_key_names_its_values_and_its_job_alone(project):
         "evaluate_reasoning 2, by rl_grpo, sft_train",
         "claims 1, by evaluate_reasoning",
         "plots 1, by evaluate_reasoning",
-        "page 1, by claims, plots",
+        "page 1, by claims, evaluate_reasoning, plots",
     }
     assert found == {"settings changed: gamma 0.999 → 0.9:": ["SFT pear_token on two_style (seed 0)"]}
 
