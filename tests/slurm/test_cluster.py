@@ -48,9 +48,9 @@ def test_time_limit_is_met_before_slurm_ends_the_job(session):
     assert project.ends() == 0
     jobs = project.jobs()
     found = [project.account(job, "State", "Timelimit", "ExitCode") for job in jobs]
-    assert len(jobs) > 1 and [limit for _, limit, _ in found] == ["00:01:00", "00:02:00", "00:03:00"][: len(jobs)]
+    assert len(jobs) > 1 and [limit for _, limit, _ in found] == ["00:02:00", "00:04:00", "00:06:00"][: len(jobs)]
     assert all(state == "FAILED" for state, _, _ in found[:-1]), found  # the trainer stopped by itself: not TIMEOUT
-    assert found[-1][0] == "COMPLETED" and project.steps() == list(range(1, 6001))
+    assert found[-1][0] == "COMPLETED" and project.steps() == list(range(1, 10001))
     assert "resuming from step" in project.job_log()
 
 
