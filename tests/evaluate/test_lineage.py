@@ -18,6 +18,7 @@ from posttrain.evaluate import geometry, lineage
 from tests.checkpoints import corpus, store, tiny
 
 TEXTS = ["12345=a13605#5", "99=1", "0123456789" * 3, "5=b5#5", "31415=", "2=", "777", "4=a4#4"]
+PIECES = ["12345=a1", "01234567", "89012345", "67890123"]  # of eight characters, the first of each text before any second
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,12 @@ def done(family, tmp_path_factory):
         family,
         ("base", "mid", "rl", "mid_other"),
         directions=(("base", "mid", "mid_other"),),
+        ratios=(("base", "mid_other", "mid", "rl"),),
         path=("base", "mid", "rl"),
         corpus=family.corpus,
-        texts=6,
+        texts=4,
         tokens=8,
-        text_batch=4,
+        text_batch=3,
         task=family.task,
         grid=3,
         path_points=5,
@@ -96,6 +98,8 @@ def test_totals_are_those_of_the_whole_vectors(family, done):
     assert done.metrics["unchanged_1pct/mid>rl"].value > 0.9 > 0.1 > done.metrics["unchanged_1pct/base>mid"].value
     a, b = done.metrics["l2/base>mid"].value, done.metrics["l2/mid>rl"].value
     assert done.metrics["l2_ratio/base>mid,mid>rl"].value == pytest.approx(a / b) and a / b > 100
+    other = done.metrics["l2/base>mid_other"].value
+    assert done.metrics["l2_ratio/base>mid_other,mid>rl"].value == pytest.approx(other / b) and other != a
 
 
 def test_norms_and_other_components_have_numbers_of_their_own(family, done):
@@ -127,7 +131,7 @@ def test_direction_of_two_mixes(family, done):
 
 def test_cka_of_every_layer(family, done):
     tokenizer = models.load_tokenizer(family.paths["base"])
-    texts = [tokenizer(text)["input_ids"][:8] for text in TEXTS[:6]]
+    texts = [tokenizer(text)["input_ids"] for text in PIECES]
     x, y = (geometry.pooled(models.load(family.paths[n]), texts) for n in ("base", "mid"))
     rows = [row for row in done.cka if row["pair"] == "base>mid"]
     assert [row["layer"] for row in rows] == [0, 1, 2]
@@ -135,10 +139,18 @@ def test_cka_of_every_layer(family, done):
         assert row["centred"] == pytest.approx(geometry.cka(a, b), abs=1e-6)
         assert row["uncentred"] == pytest.approx(geometry.cka(a, b, centred=False), abs=1e-6)
     values = [row["centred"] for row in rows]
-    assert done.metrics["cka_min/base>mid"].value == min(values) and done.metrics["cka_min/base>mid"].n == 6
+    assert done.metrics["cka_min/base>mid"].value == min(values) and done.metrics["cka_min/base>mid"].n == 4
     assert done.metrics["cka_mean/base>mid"].value == pytest.approx(np.mean(values))
     assert done.metrics["cka_uncentred_min/base>mid"].value == min(row["uncentred"] for row in rows)
     assert done.metrics["cka_higher_layers/mid>rl,base>mid"] == manifest.Metric(value=1.0, n=3)
+
+
+def test_too_few_texts_for_cka_are_one_sentence(family, tmp_path):
+    few = job(tmp_path, family, ("base", "mid"), corpus=family.corpus, texts=5, tokens=8)
+    with pytest.raises(UserError, match=r"^texts = 5: .* has 4 test texts of 8 tokens; lower texts or tokens\.$"):
+        lineage.main(few)
+    assert lineage.pieces([[1, 2, 3, 4, 5], [6], [7, 8, 9, 10]], 2, 9) == [[1, 2], [7, 8], [3, 4], [9, 10]]
+    assert lineage.pieces([[1, 2, 3], [4, 5]], 2, 1) == [[1, 2]] and lineage.pieces([], 2, 1) == []
 
 
 def test_pass_rate_at_the_corners_is_that_of_the_models(family, done):
@@ -170,7 +182,7 @@ def test_an_identical_rerun_writes_an_identical_manifest(family, tmp_path):
     written = []
     for name in ("one", "two"):
         one = job(tmp_path / name, family, path=("base", "mid", "rl"), corpus=family.corpus, task=family.task, items=2)
-        one = one.model_copy(update={"grid": 2, "path_points": 2, "max_new_tokens": 2, "texts": 4})
+        one = one.model_copy(update={"grid": 2, "path_points": 2, "max_new_tokens": 2, "texts": 3, "tokens": 8})
         lineage.main(one)
         written.append(one.output.read_bytes())
     assert written[0] == written[1]
@@ -233,6 +245,8 @@ def test_what_did_not_move_has_no_ratio_and_no_cosine(family, tmp_path):
         path=("base", "mid", "rl"),
         directions=(("mid", "rl", "base"),),
         corpus=family.corpus,
+        texts=4,
+        tokens=8,
     )
     lineage.main(one)
     found = manifest.read(one.output)
@@ -251,8 +265,10 @@ def test_another_shape_is_one_sentence(family, tmp_path):
     ("more", "sentence"),
     [
         ({"names": ("base",)}, "a comparison needs two"),
-        ({"pairs": (("base", "md"),)}, "'md' in pairs, directions or path is no name in models"),
+        ({"pairs": (("base", "md"),)}, "'md' in pairs, directions, ratios or path is no name in models"),
         ({"directions": (("base", "mid", "rll"),)}, "'rll' in pairs"),
+        ({"ratios": (("base", "mid", "mid", "rl2"),)}, "'rl2' in pairs"),
+        ({"pairs": (("base", "mid"),), "ratios": (("base", "mid", "mid", "rl"),)}, r"ratios need the step \['mid', 'rl'\] among"),
         ({"task": "t"}, "name them in path or remove task"),
         ({"samples": 3}, "samples = 3 greedy answers"),
         ({"pairs": (("base", "mid"),), "path": ("base", "mid", "rl")}, "needs its two steps among pairs"),

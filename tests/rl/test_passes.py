@@ -134,6 +134,23 @@ def test_families_are_told_apart():
     assert found["pass_rate/a"].value == 0.75 and found["pass_rate/b"].value == 0 and found["pass_rate"].value == 0.5
 
 
+def test_shuffled_counts_are_those_of_the_family_given_to_others(world, tmp_path):
+    table = [{"id": f"{f}{i}", "family": f, "n": 16, "correct": i % 7 + (f == "b") * 8} for i in range(40) for f in "ab"]
+    found = passes.shuffled(table, 3)
+    assert [{**row, "correct": 0} for row in found] == [{**row, "correct": 0} for row in table] and found != table
+    for f in "ab":
+        old, new = (sorted(r["correct"] for r in rows if r["family"] == f) for rows in (table, found))
+        assert old == new
+    assert passes.shuffled(table, 3) == found != passes.shuffled(table, 4)
+    plain, mixed = (
+        job(tmp_path / "a", world, prompts=8, max_new_tokens=10),
+        job(tmp_path / "b", world, prompts=8, max_new_tokens=10, shuffle=True),
+    )
+    for one in (plain, mixed):
+        passes.main(one)
+    assert manifest.read(plain.output).metrics == manifest.read(mixed.output).metrics
+
+
 def test_the_job_samples_the_train_split_and_is_deterministic(world, tmp_path):
     written = []
     for name in ("one", "two"):

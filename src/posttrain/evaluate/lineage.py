@@ -8,6 +8,7 @@ of each model at a time, representations and the plane one model.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.core import cli, determinism, manifest, models, tables
@@ -27,13 +28,14 @@ class Config(JobConfig):
         (), help="(old, new) names of models to compare; empty: all pairs, names of path first, then alphabetically"
     )
     directions: tuple[tuple[str, str, str], ...] = key((), help="(base, a, b): cosine of the changes base to a and base to b")
+    ratios: tuple[tuple[str, str, str, str], ...] = key((), help="(a, b, c, d): how far a to b moved the weights over c to d")
     path: tuple[str, str, str] | None = key(
         None, help="(base, mid, rl): ratios of its two steps, and with task the pass rate on the plane through them"
     )
     total: tuple[geometry.Component, ...] = key(COMPONENTS, help="components whose tensors enter the totals")
-    texts: int = key(200, help="test documents of the corpus for CKA (n)", gt=1)
-    tokens: int = key(256, help="leading tokens of each document", gt=0)
-    text_batch: int = key(1, help="documents per forward pass; 1 as in the paper, more are the same within rounding", gt=0)
+    texts: int = key(200, help="texts for CKA (n), pieces of the corpus's test documents", gt=1)
+    tokens: int = key(256, help="tokens of each text", gt=0)
+    text_batch: int = key(1, help="texts per forward pass; 1 as in the paper, more are the same within rounding", gt=0)
     grid: int = key(5, help="points per side of the plane's grid over [0, 1] x [0, 1]", gt=1)
     path_points: int = key(9, help="points of each leg of the path base, mid, rl", gt=1)
     items: int = key(64, help="test prompts of the task for the pass rate", gt=1)
@@ -51,13 +53,18 @@ class Config(JobConfig):
     def model_post_init(self, _context) -> None:
         if len(self.models) < 2:
             raise ValueError(f"models names {sorted(self.models)}; a comparison needs two")
-        used = {*itertools.chain(*self.pairs, *self.directions), *(self.path or ())}
+        used = {*itertools.chain(*self.pairs, *self.directions, *self.ratios), *(self.path or ())}
         if unknown := sorted(used - set(self.models)):
-            raise ValueError(f"'{unknown[0]}' in pairs, directions or path is no name in models, which has {sorted(self.models)}")
+            raise ValueError(
+                f"'{unknown[0]}' in pairs, directions, ratios or path is no name in models, which has {sorted(self.models)}"
+            )
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(f"samples = {self.samples} greedy answers (temperature 0) are all the same; set samples to 1")
         if self.task and not self.path:
             raise ValueError("task is for the plane through three models; name them in path or remove task")
+        steps = {pair for a, b, c, d in self.ratios for pair in ((a, b), (c, d))}
+        if missing := sorted(steps - set(self.compared)):
+            raise ValueError(f"ratios need the step {list(missing[0])} among pairs; add it")
         if self.path and not {self.path[:2], self.path[1:]} <= set(self.compared):
             raise ValueError(f"path {list(self.path)} needs its two steps among pairs; add them")
 
@@ -111,16 +118,26 @@ def cosines(job: Config, weights: dict[str, Weights], metrics: dict, undefined: 
             _keep({f"cosine/{at}": found.cosine}, metrics, undefined)
 
 
+def pieces(documents: Sequence[list[int]], tokens: int, count: int) -> list[list[int]]:
+    """The first `count` pieces of exactly `tokens` tokens, taking the first of each document, then the second of each, ..."""
+    longest = max((len(ids) for ids in documents), default=0)
+    starts = range(0, longest - tokens + 1, tokens)
+    found = (ids[start : start + tokens] for start in starts for ids in documents if len(ids) >= start + tokens)
+    return list(itertools.islice(found, count))
+
+
 def represent(job: Config, metrics: dict) -> list[dict]:
     """Rows of cka.parquet, and the metrics cka_min, cka_mean and, as a diagnostic, cka_uncentred_min of every pair."""
     manifest.read(job.corpus)
-    documents = tables.read(job.corpus.parent / "documents.parquet", ["text"], [("split", "=", "test")])[: job.texts]
+    documents = tables.read(job.corpus.parent / "documents.parquet", ["text"], [("split", "=", "test")])
     names = list(dict.fromkeys(itertools.chain(*job.compared)))
     # one tokenizer for all, or a difference of tokens would count as one of representations
     tokenizer = models.load_tokenizer(job.models[names[0]])
-    texts = tokenizer([d["text"] for d in documents], add_special_tokens=False, truncation=True, max_length=job.tokens)[
-        "input_ids"
-    ]
+    texts = pieces(tokenizer([d["text"] for d in documents], add_special_tokens=False)["input_ids"], job.tokens, job.texts)
+    if len(texts) < job.texts:  # CKA of few texts is biased towards 1
+        raise UserError(
+            f"texts = {job.texts}: {job.corpus} has {len(texts)} test texts of {job.tokens} tokens; lower texts or tokens."
+        )
     states = {}
     for name in names:
         states[name] = geometry.pooled(models.place(models.load(job.models[name], job.dtype)), texts, job.text_batch)
@@ -205,9 +222,10 @@ def main(job: Config) -> None:
     files = [tables.write(compare(job, weights, metrics, undefined), job.folder / "tensors.parquet")]
     cosines(job, weights, metrics, undefined)
     steps = [f"{old}>{new}" for old, new in itertools.pairwise(job.path or ())]
-    if steps:
-        before, after = (metrics.get(f"l2/{step}") for step in steps)
-        _keep({f"l2_ratio/{','.join(steps)}": before / after if before is not None and after else None}, metrics, undefined)
+    ratios = [tuple(f"{old}>{new}" for old, new in ((a, b), (c, d))) for a, b, c, d in job.ratios]
+    for pair in [tuple(steps), *ratios] if steps else ratios:
+        above, below = (metrics.get(f"l2/{step}") for step in pair)
+        _keep({f"l2_ratio/{','.join(pair)}": above / below if above is not None and below else None}, metrics, undefined)
     if job.corpus:
         rows = represent(job, metrics)
         files.append(tables.write(rows, job.folder / "cka.parquet"))

@@ -23,6 +23,7 @@ from posttrain.data.streams import StreamConfig, TokenStream
 class Config(TrainingConfig):
     length: int = key(256, help="tokens per packed row", gt=1)
     overlap: int = key(0, help="tokens that the chunks of an over-long document share; 0: it is cut without", ge=0)
+    order: int = key(0, help="another number: the rows of mix in another order", ge=0)
     trainable: Literal["all", "attention"] = key("all", help="tensors that are trained")
     measure_every: int = key(100, help="steps between points of the retention curve", gt=0)
     measure_rows: int = key(16, help="held-out rows of each source at a point of the curve", gt=0)
@@ -40,6 +41,8 @@ class Config(TrainingConfig):
             raise ValueError(f"overlap {self.overlap} must be below length {self.length}")
         if (self.stream is None) == (self.mix is None):
             raise ValueError("give either mix or stream")
+        if self.stream and self.order:
+            raise ValueError("order is that of the rows of mix, and stream is given; remove order")
         if self.stream and self.stream.length != self.length:
             raise ValueError(f"stream.length {self.stream.length} and length {self.length} differ; make them the same")
 
@@ -117,6 +120,8 @@ def main(job: Config) -> None:
     tokenizer = models.load_tokenizer(job.start)
     curve = Curve(job, tokenizer)
     data, more, options = training_data(job, tokenizer)
+    if job.order:
+        options["data_seed"] = determinism.derive(job.seed, "order", job.order)
     args = TrainingArguments(**arguments(job, **options))
     model = models.load(job.start)
     model.config.use_cache = False

@@ -28,6 +28,9 @@ class Config(JobConfig):
     temperature: float = key(1.0, help="sampling temperature (no top-p, no top-k)", gt=0)
     max_new_tokens: int = key(48, help="longest response", gt=0)
     answer_style: verify.AnswerStyle = key("hash", help="how the answer is marked in a response")
+    shuffle: bool = key(
+        False, help="control: give the counts to other prompts of their family, so that a filter chooses by chance"
+    )
     dtype: str = key("float32", help="weights: float32 or bfloat16", pattern="^(float32|bfloat16)$")
     batch: int = key(1024, help="sequences at once (takes part in which random numbers a sequence gets)", gt=0)
     model: Path = key(help="manifest of the checkpoint that is sampled from", role="input")
@@ -93,6 +96,17 @@ def frontier(
     return found
 
 
+def shuffled(rows: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """The rows with their counts permuted among the prompts of a family: any filter keeps as many, chosen by chance."""
+    rng, found = np.random.default_rng(seed), [dict(row) for row in rows]
+    for family in sorted({row["family"] for row in rows}):
+        part = [row for row in found if row["family"] == family]
+        counts = [row["correct"] for row in part]
+        for row, i in zip(part, rng.permutation(len(part)), strict=True):
+            row["correct"] = counts[i]
+    return found
+
+
 def measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, manifest.Metric]:
     """Mean pass rate, in total and per family, and the shares of prompts with no, one and only right answers."""
     found = {"pass_rate": manifest.metric([row["correct"] / row["n"] for row in rows])}
@@ -106,7 +120,7 @@ def measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, manifest.Metric]:
 
 
 def main(job: Config) -> None:
-    """Writes passes.parquet: id, family, n, correct."""
+    """Writes passes.parquet: id, family, n, correct. Counts are those of the prompts themselves unless `shuffle`."""
     determinism.setup(job.seed)
     from posttrain.core.generation import sample
 
@@ -129,6 +143,8 @@ def main(job: Config) -> None:
         right = sum(verify.correct(one.text, item["answer"], job.answer_style) for one in responses)
         rows.append({"id": item["id"], "family": item["family"], "n": len(responses), "correct": right})
     metrics = measures(rows)
+    if job.shuffle:
+        rows = shuffled(rows, derive(job.seed, "shuffle"))
     metrics["finished"] = manifest.metric([sum(r.finished for r in responses) / len(responses) for responses in drawn])
     manifest.publish(job, metrics, [tables.write(rows, job.folder / "passes.parquet")])
 
