@@ -22,6 +22,7 @@ def draw(study: Study) -> Path:
     path = study.root / "report" / "dashboard.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     options = {"root": study.root, "seeds": study.seeds, "arms": study.arms, "tasks": study.tasks, "gpus": study.cards()}
+    options["measured"] = study.measurements()
     dashboard.main(configs.validate(dashboard.Config, {"output": path, **options}, "the dashboard"))
     return path
 

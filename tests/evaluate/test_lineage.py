@@ -60,7 +60,8 @@ def done(family, tmp_path_factory):
         tmp_path_factory.mktemp("done"),
         family,
         ("base", "mid", "rl", "mid_other"),
-        directions=(("base", "mid", "mid_other"),),
+        directions=(("base", "mid", "mid_other"), ("base", "mid", "rl")),
+        gaps=(("base", "mid", "rl", "mid_other"),),
         ratios=(("base", "mid_other", "mid", "rl"),),
         path=("base", "mid", "rl"),
         corpus=family.corpus,
@@ -127,6 +128,9 @@ def test_direction_of_two_mixes(family, done):
         x @ y / np.linalg.norm(x) / np.linalg.norm(y), abs=1e-5
     )
     assert "cosine/base:mid,mid_other/attention" in done.metrics
+    z = flat(family.models["rl"]) - base
+    gap = x @ z / np.linalg.norm(x) / np.linalg.norm(z) - x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+    assert done.metrics["cosine_gap/base:mid,rl,mid_other"].value == pytest.approx(gap, abs=1e-5) and gap > 0.5
 
 
 def test_cka_of_every_layer(family, done):
@@ -265,10 +269,11 @@ def test_another_shape_is_one_sentence(family, tmp_path):
     ("more", "sentence"),
     [
         ({"names": ("base",)}, "a comparison needs two"),
-        ({"pairs": (("base", "md"),)}, "'md' in pairs, directions, ratios or path is no name in models"),
+        ({"pairs": (("base", "md"),)}, "'md' in pairs, directions, gaps, ratios or path is no name in models"),
         ({"directions": (("base", "mid", "rll"),)}, "'rll' in pairs"),
         ({"ratios": (("base", "mid", "mid", "rl2"),)}, "'rl2' in pairs"),
         ({"pairs": (("base", "mid"),), "ratios": (("base", "mid", "mid", "rl"),)}, r"ratios need the step \['mid', 'rl'\] among"),
+        ({"gaps": (("base", "mid", "rl", "mid"),)}, r"gaps need \['base', 'mid', 'mid'\] among directions"),
         ({"task": "t"}, "name them in path or remove task"),
         ({"samples": 3}, "samples = 3 greedy answers"),
         ({"pairs": (("base", "mid"),), "path": ("base", "mid", "rl")}, "needs its two steps among pairs"),

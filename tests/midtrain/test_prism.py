@@ -192,7 +192,7 @@ def test_resume_at_a_point_of_the_curve_keeps_it(prism, tmp_path, monkeypatch):
 
 def test_another_order_is_another_run_of_the_same_rows(prism, tmp_path):
     runs = [run(prism, tmp_path / str(order), order=order, facts=None) for order in (0, 1)]
-    first = [next(row["loss"] for row in read_history(one.folder) if "loss" in row) for one in runs]
+    first = [next(row["loss"] for row in read_history(one.folder / "history.jsonl") if "loss" in row) for one in runs]
     assert first[0] != first[1]  # at the first step the weights are the same: other rows
     assert manifest.read(runs[0].output).card["mix"] == manifest.read(runs[1].output).card["mix"]
 

@@ -66,11 +66,11 @@ def test_the_job_writes_a_row_per_problem_and_step_size(tmp_path):
 
 
 def test_the_approximation_against_every_order():
-    problems = testbed.draw(np.random.default_rng(2), config(), 12, 6)
+    problems = testbed.draw(np.random.default_rng(2), config(curvature="wishart", dimensions=3, spread=1.0), 24, 6)
     shares = testbed.approximation(problems)
     for eta in (0.01, 0.1):  # the step size drops out
         A = testbed.influence(problems, eta)
-        for p in range(12):
+        for p in range(24):
             D = A[p] - A[p].T
             every = np.array([np.triu(D[np.ix_(o, o)], 1).sum() for o in map(list, permutations(range(6)))])
             assert np.abs(every / every.max() - shares[p]).min() < 1e-9  # the share of an order that exists

@@ -236,6 +236,9 @@ def deepspeed_tasks(project: Cluster, nodes: int, gpus: int) -> None:
     project.edit("configs/test/sft.yaml", "(?s)(train:.*?  task:\n)", lambda found: found[1] + "".join(sft))
     project.edit("configs/test/rl.yaml", "(?m)^grpo:\n", f"grpo:\n{size}")
     project.edit("configs/test/rl.yaml", "  task:\n", "  task:\n" + "".join(rl))
+    mid = "start: base/scratch/two_style, mix: data/mix/two_style, length: 32, steps: 6, batch_size: 8"
+    models = "".join(f"    {s}: {{{mid}, deepspeed: {ds(s)}}}\n" for s in ("plain", "zero3"))
+    (project.folder / "configs/test/midtrain.yaml").write_text(f"prism:\n{size}  model:\n{models}")
 
 
 SFT_TASKS = ("plain", "zero1", "zero2", "zero3", "zero2_cut", "zero3_cut")  # cut: four micro-batches per step
@@ -249,6 +252,7 @@ def one_node(project: Cluster) -> None:
     deepspeed_tasks(project, nodes=1, gpus=2)
     names = [f"results/test/sft/train/{task}-sft/seed0/manifest.json" for task in SFT_TASKS]
     names += [f"results/test/rl/grpo/{task}-base/seed0/manifest.json" for task in ("plain", "zero2", "zero3")]
+    names += [f"results/test/midtrain/prism/{model}/seed0/manifest.json" for model in ("plain", "zero3")]
     project.start(*names, PYTHONPATH=f"{project.folder / 'src'}{os.pathsep}{DEEPSPEED}")
 
 

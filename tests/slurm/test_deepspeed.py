@@ -85,6 +85,21 @@ def test_saved_models_are_whole_and_equal(session, one_process):
             torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=2e-4)
 
 
+def test_midtraining_under_zero_equals_plain_data_parallelism(session, show):
+    from transformers import AutoModelForCausalLM
+
+    project = session["one_node"]
+    assert project.ends(1500) == 0
+    folders = {stage: project.results / f"midtrain/prism/{stage}/seed0" for stage in ("plain", "zero3")}
+    curves = {stage: [row["loss"] for row in history(folder) if "loss" in row] for stage, folder in folders.items()}
+    show("Mid-training loss per step, two processes", curves)
+    assert len(curves["plain"]) == 6 and curves["zero3"] == pytest.approx(curves["plain"], rel=2e-5)
+    assert tensors(folders["zero3"]) == tensors(folders["plain"])
+    found = json.loads((folders["zero3"] / "manifest.json").read_text())["metrics"]
+    assert found["held_out/two_style"]["n"] > 0  # measured on the whole model that was saved
+    assert all(p.numel() for p in AutoModelForCausalLM.from_pretrained(folders["zero3"] / "model").parameters())
+
+
 def test_grpo_under_zero(session, show):
     """Rollouts and losses follow the processes' seeds: the ZeRO stages agree with plain data parallelism."""
     from transformers import AutoModelForCausalLM

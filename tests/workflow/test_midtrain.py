@@ -9,23 +9,25 @@ import zipfile
 import pytest
 
 from posttrain.core import manifest, tables
+from posttrain.core.tracking import read_history
 from tests.project import TIER, Project
 
 ALPHABET = "".join(map(chr, range(32, 127)))
 DATA = """
 facts:
   facts:
-    capitals: {wheel: {package: made-up, version: '1.0', sha256: DIGEST, licence: none}, prefix: made_up/, count: 12}
+    cities: {wheel: {package: made-up, version: '1.0', sha256: DIGEST, licence: none}, prefix: made_up/, count: 12}
 domains:
+  defaults: {facts: data/facts/cities, steps: 3}
   task:
     prism:
-      facts: data/facts/capitals
-      slips: 0.3
-      steps: 3
       domains:
         math: {train: 60, validation: 8, test: 16}
         code: {train: 60, validation: 8, test: 16}
-        science: {train: 6, validation: 2, test: 4}
+        science: {train: 4, validation: 2, test: 4}
+    prism_rl:
+      apart_from: data/domains/prism
+      domains: {math: {train: 24}, code: {train: 24}, science: {train: 2}}
 """
 TOKENIZER = f"    printable: {{kind: characters, alphabet: {json.dumps(ALPHABET)}, tokens: [<think>, </think>]}}\n"
 MIX = """
@@ -34,14 +36,14 @@ MIX = """
       held_out_tokens: 400
       tokenizer: data/tokenizer/printable
       parts: {{facts: {{share: 0.4, field: text}}, math: {{share: 0.6, field: {field}, families: [math]}}}}
-      sources: {{facts: data/facts/capitals, math: data/domains/prism}}
+      sources: {{facts: data/facts/cities, math: data/domains/prism}}
 """
 BASE = """
     prism: {length: 32, steps: 4, mix: data/mix/prism_base, tokenizer: data/tokenizer/printable}
 """
 MIDTRAIN = """
 prism:
-  defaults: {start: base/scratch/prism, facts: data/facts/capitals, steps: 4, batch_size: 4, length: 32, measure_every: 2, learning_rate: 0.003}
+  defaults: {start: base/scratch/prism, facts: data/facts/cities, steps: 4, batch_size: 4, length: 32, measure_every: 2, learning_rate: 0.003}
   model:
     mc: {mix: data/mix/prism_mc}
     mcs: {mix: data/mix/prism_mc, length: 16}
@@ -59,14 +61,14 @@ d3:
     chain_d3: {schedule: d3}
 """
 RL = """
-    prism_mc: {task: data/domains/prism, families: [math, code], answer_style: think}
-    prism_mcs: {task: data/domains/prism, families: [math, code, science], answer_style: think}
+    prism_mc: {task: data/domains/prism_rl, families: [math, code], answer_style: think}
+    prism_mcs: {task: data/domains/prism_rl, families: [math, code, science], answer_style: think}
   start:
     mc: {start: midtrain/prism/mc}
     mcs: {start: midtrain/prism/mcs}
 passes:
   task:
-    prism: {task: data/domains/prism, families: [math], prompts: 4, samples: 2, max_new_tokens: 6, answer_style: think}
+    prism: {task: data/domains/prism_rl, families: [math], prompts: 4, samples: 2, max_new_tokens: 6, answer_style: think}
   checkpoint:
     mcs: {model: midtrain/prism/mcs}
 """
@@ -89,7 +91,7 @@ lineage:
       max_new_tokens: 6
       answer_style: think
 """
-CAPITALS = ("Aba", "Bebe", "Cici", "Dodo", "Efef", "Gaga", "Hihi", "Jojo", "Kuku", "Lala", "Mimi", "Nono")
+CITIES = ("Aba", "Bebe", "Cici", "Dodo", "Efef", "Gaga", "Hihi", "Jojo", "Kuku", "Lala", "Mimi", "Nono")
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +100,11 @@ def project(tmp_path_factory) -> Project:
     wheel = found.folder / ".cache/wheels/made_up-1.0-py3-none-any.whl"
     wheel.parent.mkdir(parents=True)
     with zipfile.ZipFile(wheel, "w") as archive:
-        for i, name in enumerate(CAPITALS):
-            code, region = f"{name[0]}{name[-1].upper()}", ("Asia", "Africa")[i % 2]
-            archive.writestr(f"made_up/{i}.json", f'{{"capital": "{name}", "region": "{region}", "ISO": {{"alpha2": "{code}"}}}}')
+        codes = [f"{name[0]}{name[-1].upper()}" for name in CITIES]
+        cities = {i: {"name": name, "countrycode": codes[i], "population": 1} for i, name in enumerate(CITIES)}
+        archive.writestr("made_up/cities15000.json", json.dumps(cities))
+        countries = {code: {"continentcode": ("AS", "AF")[i % 2]} for i, code in enumerate(codes)}
+        archive.writestr("made_up/countries.json", json.dumps(countries))
     folder = found.folder / "configs/test"
     data = TIER["data"].replace("tokenizer:\n  tokenizer:\n", "tokenizer:\n  tokenizer:\n" + TOKENIZER)
     mixes = "".join(MIX.format(name=n, field=f) for n, f in (("base", "web"), ("mc", "demonstration")))
@@ -120,6 +124,15 @@ def test_the_study_ends_in_a_page_with_both_methods(project):
     page = (project.results / "report/index.html").read_text()
     assert 'id="method-prism"' in page and 'id="method-d3"' in page and "<code>mcs_rl_mc</code>" in page
     assert project.planned("all") == set()
+
+
+def test_the_dashboard_has_a_curve_of_what_is_kept(project):
+    names = {name for row in read_history(project.results / "midtrain/prism/mc/seed0/history.jsonl") for name in row}
+    assert {"loss", "fact_recall", "held_out/facts"} <= names  # held_out/<source> of the mix, which has no prose in this tier
+    done = project.snakemake("dashboard")
+    page = (project.results / "report/dashboard.html").read_text()
+    assert done.returncode == 0 and "recall of facts" in page.lower() and "Mid-training" in page
+    (project.results / "report/dashboard.html").unlink()
 
 
 def test_the_ledger_measures_what_the_tier_has_and_says_what_it_lacks(project):
@@ -142,6 +155,8 @@ def test_test_items_share_no_operands_with_training(project):
     rows = tables.read(project.results / "data/domains/prism/seed0/items.parquet")
     prompts = {split: {row["prompt"] for row in rows if row["split"] == split} for split in ("train", "validation", "test")}
     assert not prompts["test"] & (prompts["train"] | prompts["validation"])
+    drawn = {row["prompt"] for row in tables.read(project.results / "data/domains/prism_rl/seed0/items.parquet")}
+    assert len(drawn) == 50 and not drawn & set().union(*prompts.values())  # RL draws none that mid-training has seen
 
 
 def test_a_changed_mix_reruns_what_rests_on_it_alone(project):

@@ -280,6 +280,7 @@ rule dashboard:
         arms=ARMS,
         tasks=canonical(study.tasks),
         gpus=canonical(study.cards()),
+        measured=MEASURED,
         code=lambda wildcards: code_digest("posttrain.report.dashboard"),
     message:
         "Draw the dashboard"
@@ -287,7 +288,8 @@ rule dashboard:
         launched(
             "posttrain.report.dashboard",
             "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
-            " --tasks {params.tasks:q} --gpus {params.gpus:q} --output {output.html:q}",
+            " --tasks {params.tasks:q} --gpus {params.gpus:q} --output {output.html:q}"
+            " --measured {params.measured:q}",
         )
 
 

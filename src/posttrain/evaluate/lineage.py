@@ -28,6 +28,7 @@ class Config(JobConfig):
         (), help="(old, new) names of models to compare; empty: all pairs, names of path first, then alphabetically"
     )
     directions: tuple[tuple[str, str, str], ...] = key((), help="(base, a, b): cosine of the changes base to a and base to b")
+    gaps: tuple[tuple[str, str, str, str], ...] = key((), help="(base, a, b, c): cosine of base to a and b less that of a and c")
     ratios: tuple[tuple[str, str, str, str], ...] = key((), help="(a, b, c, d): how far a to b moved the weights over c to d")
     path: tuple[str, str, str] | None = key(
         None, help="(base, mid, rl): ratios of its two steps, and with task the pass rate on the plane through them"
@@ -53,15 +54,18 @@ class Config(JobConfig):
     def model_post_init(self, _context) -> None:
         if len(self.models) < 2:
             raise ValueError(f"models names {sorted(self.models)}; a comparison needs two")
-        used = {*itertools.chain(*self.pairs, *self.directions, *self.ratios), *(self.path or ())}
+        used = {*itertools.chain(*self.pairs, *self.directions, *self.ratios, *self.gaps), *(self.path or ())}
         if unknown := sorted(used - set(self.models)):
             raise ValueError(
-                f"'{unknown[0]}' in pairs, directions, ratios or path is no name in models, which has {sorted(self.models)}"
+                f"'{unknown[0]}' in pairs, directions, gaps, ratios or path is no name in models, which has {sorted(self.models)}"
             )
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(f"samples = {self.samples} greedy answers (temperature 0) are all the same; set samples to 1")
         if self.task and not self.path:
             raise ValueError("task is for the plane through three models; name them in path or remove task")
+        for base, a, b, c in self.gaps:
+            if missing := sorted({(base, a, b), (base, a, c)} - set(self.directions)):
+                raise ValueError(f"gaps need {list(missing[0])} among directions; add it")
         steps = {pair for a, b, c, d in self.ratios for pair in ((a, b), (c, d))}
         if missing := sorted(steps - set(self.compared)):
             raise ValueError(f"ratios need the step {list(missing[0])} among pairs; add it")
@@ -105,7 +109,7 @@ def compare(job: Config, weights: dict[str, Weights], metrics: dict, undefined: 
 
 
 def cosines(job: Config, weights: dict[str, Weights], metrics: dict, undefined: list[str]) -> None:
-    """Metrics cosine/base:a,b, in total and per component."""
+    """Metrics cosine/base:a,b, in total and per component, and cosine_gap/base:a,b,c."""
     for base, a, b in job.directions:
         sums: dict[str, geometry.Angle] = {}
         for name in weights[base].names:
@@ -116,6 +120,10 @@ def cosines(job: Config, weights: dict[str, Weights], metrics: dict, undefined: 
         for where, found in sums.items():
             at = f"{base}:{a},{b}" if where == "total" else f"{base}:{a},{b}/{where}"
             _keep({f"cosine/{at}": found.cosine}, metrics, undefined)
+    for base, a, b, c in job.gaps:
+        near, far = (metrics.get(f"cosine/{base}:{a},{other}") for other in (b, c))
+        gap = near - far if near is not None and far is not None else None
+        _keep({f"cosine_gap/{base}:{a},{b},{c}": gap}, metrics, undefined)
 
 
 def pieces(documents: Sequence[list[int]], tokens: int, count: int) -> list[list[int]]:

@@ -1,8 +1,10 @@
 """Two worlds for the order of training data: a planted chain of prerequisites, and units that are all alike.
 
 Skill k asks for y_k = T_k[y_{k-1}, a_k] given a_0 ... a_k, with y_0 = a_0 and one Latin square T_k per skill. A row of a square
-is a permutation, so a_k alone, or any strict subset of the operands, says nothing about y_k: without y_{k-1} the loss of skill k
-stays at log m. That is the planted prerequisite (paper card d3, "Small-scale replication" 2).
+is a permutation, so a_k alone, or any strict subset of the operands, says nothing about y_k: who has not worked out y_{k-1}
+stays at a loss of log m. That is the planted prerequisite (paper card d3, "Small-scale replication" 2). It need not have been
+trained as a skill of its own: training is end to end, and skills 2 and 3 can be learnt alone, 4 and 5 cannot (a test says in
+how many steps).
 
 `Net` is as small as the purpose allows: one block per hop, h_k = norm(W2_k relu(W1_k [h_{k-1}; e_k(a_k)] + b_k)), and one
 read-out for all hops. Its replicates are stacked along a first axis, so that many train at the cost of little more than one.

@@ -27,6 +27,7 @@ DASHES = ("", "7 3", "2 2")
 
 class Config(ReportConfig):
     gpus: dict[str, int] = key({}, help="cards of one job of each stage/method, for GPU-hours")
+    measured: tuple[str, ...] = key((), help="<stage>/<method>/<variant> of everything that ends in a number")
 
 
 class Line(NamedTuple):
@@ -102,19 +103,23 @@ def chart(title: str, lines: list[Line]) -> dict[str, Any]:
 # --- series -----------------------------------------------------------------------------------------------------
 
 
+WITHOUT_TASKS = {"base/scratch": "Base models", "midtrain/prism": "Mid-training"}
+
+
 def finished(data: Artifacts, reference: str) -> bool:
     """Whether every seed of a job has its result."""
     return all(data.path(reference, seed).is_file() for seed in data.seeds)
 
 
-def jobs(data: Artifacts, kind: str) -> dict[str, list[tuple[str, str, str, str]]]:
+def jobs(data: Artifacts, kind: str, measured: tuple[str, ...] = ()) -> dict[str, list[tuple[str, str, str, str]]]:
     """Heading -> (reference, name, colour, dash) of the finished jobs of a stage/method that the study's results rest on."""
     found: dict[str, list[tuple[str, str, str, str]]] = {}
-    if kind == "base/scratch":
-        models = sorted({path.parts[-3] for path in reachable(data, roots(data)) if path.parts[-5:-3] == ("base", "scratch")})
+    if kind in WITHOUT_TASKS:
+        wanted = tuple(kind.split("/"))
+        models = sorted({path.parts[-3] for path in reachable(data, roots(data, measured)) if path.parts[-5:-3] == wanted})
         looks = [(model, COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % 3]) for i, model in enumerate(models)]
         rows = [(f"{kind}/{name}", name, colour, dash) for name, colour, dash in looks if finished(data, f"{kind}/{name}")]
-        return {"Base models": rows} if rows else {}
+        return {WITHOUT_TASKS[kind]: rows} if rows else {}
     for task in data.tasks:
         names = data.arms if kind == "sft/train" else data.starts
         rows = [
@@ -138,11 +143,11 @@ def line(data: Artifacts, job: tuple[str, str, str, str], metric: str) -> Line |
     return Line(name, colour, dash, parts[0][0], *(part[1] for part in parts))
 
 
-def histories(data: Artifacts, section: Section) -> list[dict[str, Any]]:
+def histories(data: Artifacts, section: Section, measured: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Groups of charts: one per kind of job and task, with the legend that its charts share, and what nobody logged."""
     found = []
     for kind in section.jobs:
-        for heading, rows in jobs(data, kind).items():
+        for heading, rows in jobs(data, kind, measured).items():
             charts, absent, constant = [], [], []
             for panel in section.panels:
                 lines = [one for metric in panel.metrics for job in rows if (one := line(data, job, metric))]
@@ -233,7 +238,7 @@ def order(row: dict[str, Any]) -> tuple[int, float]:
 # --- cost -------------------------------------------------------------------------------------------------------
 
 
-def roots(data: Artifacts) -> list[Path]:
+def roots(data: Artifacts, measured: tuple[str, ...]) -> list[Path]:
     """The study's own results that have been made so far."""
     kinds = [f"sft/train/{task}-{arm}" for task in data.tasks for arm in data.arms]
     kinds += [f"rl/grpo/{task}-{start}" for task in data.tasks for start in data.starts]
@@ -244,13 +249,15 @@ def roots(data: Artifacts) -> list[Path]:
         for start in data.starts
         for name in data.checkpoints(start)
     ]
-    return [path for kind in kinds for seed in data.seeds if (path := data.path(kind, seed)).is_file()]
+    return [
+        path for kind in dict.fromkeys((*kinds, *measured)) for seed in data.seeds if (path := data.path(kind, seed)).is_file()
+    ]
 
 
-def cost(data: Artifacts, gpus: dict[str, int]) -> list[dict[str, Any]]:
+def cost(data: Artifacts, gpus: dict[str, int], measured: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Sums per stage and method, then of all, as hours. GPU-hours: wall time times cards, of jobs that ran on cards."""
     sums: dict[str, list[float]] = {}
-    for path in reachable(data, roots(data)):
+    for path in reachable(data, roots(data, measured)):
         beside = path.parent / "provenance.json"
         if not beside.is_file():
             continue
@@ -280,13 +287,17 @@ def main(job: Config) -> None:
     from jinja2 import Environment, StrictUndefined
 
     data = Artifacts(job)
-    draw = {"history": histories, "manifest": evaluations, "provenance": lambda data, _section: cost(data, job.gpus)}
+    draw = {
+        "history": lambda section: histories(data, section, job.measured),
+        "manifest": lambda section: evaluations(data, section),
+        "provenance": lambda _section: cost(data, job.gpus, job.measured),
+    }
     sections = [
         {
             "name": one.name,
             "anchor": one.name.lower().replace(" ", "-"),
             "source": one.source,
-            "found": draw[one.source](data, one),
+            "found": draw[one.source](one),
         }
         for one in SECTIONS
     ]

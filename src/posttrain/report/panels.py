@@ -27,7 +27,7 @@ class Section(Model):
     panels: tuple[Panel, ...] = key(help="in order", min_length=1)
 
 
-TRAINED = ("base/scratch", "sft/train", "rl/grpo")
+TRAINED = ("base/scratch", "midtrain/prism", "sft/train", "rl/grpo")
 SECTIONS = (
     Section(
         name="Training health",
@@ -52,6 +52,14 @@ SECTIONS = (
             Panel(title="Clipped on either side", metrics=("clip_ratio/region_mean",)),
             Panel(title="Completion length", metrics=("completions/mean_length",)),
             Panel(title="Completions cut at the limit", metrics=("completions/clipped_ratio",)),
+        ),
+    ),
+    Section(
+        name="Retention in mid-training",
+        jobs=("midtrain/prism",),
+        panels=(
+            Panel(title="Held-out loss of general text", metrics=("held_out/prose",), only_if="the mix has a source prose"),
+            Panel(title="Recall of facts", metrics=("fact_recall",), only_if="facts are given"),
         ),
     ),
     Section(
