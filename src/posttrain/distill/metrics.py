@@ -31,7 +31,7 @@ def compare(teacher: Tensor, student: Tensor, k: int) -> tuple[dict[str, Tensor]
     """
     import torch
 
-    order = teacher.argsort(-1, descending=True, stable=True)
+    order = teacher.argsort(dim=-1, descending=True, stable=True)
     lt, ls = (x.double().log_softmax(-1).gather(-1, order) for x in (teacher, student))  # by falling teacher probability
     pt, ps = lt.exp(), ls.exp()
     each = pt * (lt - ls)
@@ -52,7 +52,7 @@ def rank_correlation(values: Tensor) -> Tensor:
     import torch
 
     m = values.shape[-1]
-    ranks = values.argsort(-1, descending=True, stable=True).argsort(-1).to(torch.float64)
+    ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).to(torch.float64)
     wanted = torch.arange(m, dtype=torch.float64, device=values.device)
     return 1 - 6 * (ranks - wanted).square().sum(-1) / (m * (m * m - 1))
 
