@@ -97,7 +97,7 @@ def test_value_and_gradient_are_those_of_the_definition(kind):
         (gradient,) = torch.autograd.grad(wanted.sum(), s)
         value, found, _ = evaluate(t, s, mask, one, labels=labels)
         assert torch.allclose(value, wanted.detach(), atol=1e-12) and torch.allclose(found, gradient, atol=1e-12), options
-        assert gradient.norm() > 1e-3
+        assert gradient.norm() > 1e-3 or (kind == "topk_only" and one.k == 1)  # one token, renormalised, is always certain
 
 
 def test_kl_is_kl1_and_alpha_times_kl2():

@@ -2,4 +2,11 @@
 
 from posttrain.core.methods import Method
 
-METHODS = {}
+METHODS = {
+    "source": Method(axes=("source",)),
+    "known": Method(axes=("arm",), measures=True),
+    "grid": Method(axes=("study",), measures=True),
+    "teacher": Method(axes=("task",)),
+    "tail_kd": Method(axes=("task", "arm"), measures=True),
+    "overhead": Method(axes=("task",), measures=True),
+}
