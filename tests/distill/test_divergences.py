@@ -22,7 +22,7 @@ def example(rows: int = 2, width: int = 5, v: int = V, dtype=torch.float64):
     """(teacher, student that needs a gradient, ragged mask, labels)."""
     t, s = drawn(rows, width, v, seed=1).to(dtype), drawn(rows, width, v, seed=2).to(dtype).requires_grad_()
     mask = torch.ones(rows, width, dtype=torch.bool)
-    mask[1, 3:] = False
+    mask[1:2, 3:] = False
     return t, s, mask, torch.randint(v, (rows, width), generator=torch.Generator().manual_seed(3))
 
 
@@ -159,7 +159,7 @@ def test_hand_case():
     value, gradient, found = evaluate(t, s, mask, Divergence(k=1, beta=2.0), stats=True)
     wanted = {"alpha_t": 0.2, "alpha_s": 0.4, "kl1": 0.09152, "kl2": 0.54931, "beta_x": 10.0}
     assert {name: round(float(found[name]), 5) for name in wanted} == wanted
-    assert float(value) == pytest.approx(1.19014, abs=5e-6)
+    assert float(value) == pytest.approx(1.190129, abs=1e-6)  # the card's 1.19014 adds up rounded parts
     assert gradient.flatten().tolist() == pytest.approx([-0.2, -0.95, 1.15], abs=1e-12)
     assert float(evaluate(t, s, mask, Divergence(kind="kl"))[0]) == pytest.approx(0.20138, abs=5e-6)
 
@@ -311,7 +311,7 @@ def test_cross_entropy_beside_it(temperature):
     """weight x divergence + ce_weight x cross-entropy, the latter always at temperature 1; kind none needs no teacher."""
     t, s, mask, labels = example()
     one = Divergence(kind="kl", temperature=temperature)
-    value, gradient, found = evaluate(t, s, mask, one)
+    value, gradient, _ = evaluate(t, s, mask, one)
     ce = torch.nn.functional.cross_entropy(s.flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
     (wanted,) = torch.autograd.grad(ce[mask].sum(), s)
     both = evaluate(t, s, mask, one, labels=labels, weight=0.5, ce_weight=2.0)

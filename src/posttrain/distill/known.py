@@ -9,6 +9,7 @@ source that no replicate has; each replicate is judged on test sequences of its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from posttrain.distill.divergences import Divergence, loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-COLUMNS = (*metrics.NAMES, "ce", "fece", "grad_norm")
+COLUMNS = (*metrics.NAMES, "ce", "fece", "grad_norm", "log_kl", "log_kl2")  # logarithms: their differences are ratios
 
 
 class Setup(JobConfig):
@@ -106,6 +107,7 @@ def judge(job: Setup, weights: stacked.Weights, known: Tensor, runs: Sequence[tu
             row["ce"] = float((values["kl"] + values["entropy_t"]).mean())
             sums = metrics.calibration(student.double().softmax(-1), teacher.double().softmax(-1))
             row["fece"] = metrics.full_ece(sums, len(teacher))
+            row |= {f"log_{name}": math.log(row[name]) if row[name] > 0 else -math.inf for name in ("kl", "kl2")}
             found.append(row | {"masses": masses.mean(0).tolist()})
     for (r, rate), row in zip(runs, found, strict=True):
         if not row["kl"] < float("inf"):

@@ -6,6 +6,7 @@ decomposition is that of :mod:`posttrain.distill.divergences`.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ BINS = 10
 def buckets(vocabulary: int) -> list[tuple[int, int]]:
     """Ranges [a, b) of teacher ranks, counted from 0, that cover a vocabulary."""
     cut = [edge for edge in EDGES if edge < vocabulary] + [vocabulary]
-    return list(zip(cut, cut[1:], strict=False))
+    return list(itertools.pairwise(cut))
 
 
 def compare(teacher: Tensor, student: Tensor, k: int) -> tuple[dict[str, Tensor], Tensor]:
