@@ -56,12 +56,12 @@ def test_metrics_are_those_of_their_definitions():
 
 
 def test_full_calibration_by_hand():
-    """Two positions over three tokens: bins 0 (0.05, 0.05, .1 -> 1), 8 (0.85), 9 (0.9)."""
-    p = torch.tensor([[0.9, 0.05, 0.05], [0.02, 0.13, 0.85]])
+    """Two positions over three tokens: three pairs in the first bin, one in each of three others."""
+    p = torch.tensor([[0.95, 0.03, 0.02], [0.02, 0.13, 0.85]])
     y = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     sums = metrics.calibration(p, y)
     assert sums[:, 0].tolist() == [3, 1, 0, 0, 0, 0, 0, 0, 1, 1]
-    assert metrics.full_ece(sums, 2) == pytest.approx((0.12 + abs(0.13 - 1) + 0.85 + 0.1) / 2, abs=1e-7)
+    assert metrics.full_ece(sums, 2) == pytest.approx((0.07 + 0.87 + 0.85 + 0.05) / 2, abs=1e-7)
     assert metrics.full_ece(metrics.calibration(p, p), 2) == 0
 
 

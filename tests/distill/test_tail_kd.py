@@ -122,10 +122,7 @@ def test_rows_are_measured_as_defined(world, arms):
     table = tables.read(arms.tad.folder / "rows.parquet")
     row = rows[3]
     with torch.no_grad():
-        lt, ls = (
-            m(input_ids=row["input_ids"][None], position_ids=row["position_ids"][None]).logits[0, :-1].log_softmax(-1)
-            for m in (frozen, model)
-        )
+        lt, ls = (examples.logits_of(m, {n: v[None] for n, v in row.items()})[0, :-1].log_softmax(-1) for m in (frozen, model))
     at = row["labels"][1:] != -100
     kl = (lt.exp() * (lt - ls)).sum(-1)[at].mean()
     ce = -ls.gather(-1, row["input_ids"][1:, None])[:, 0][at].mean()
@@ -165,7 +162,7 @@ def test_stored_statistics_are_those_of_the_teacher(world, statistics, arms, tmp
         got = stored[i]["logps"]
         assert got.dtype == torch.float16 and (got.float() - wanted)[mask[0]].abs().max() < 0.02 and not got[~mask[0]].any()
     assert 0 < found.metrics["rounding_kl"].value < 1e-5 and 0 < found.metrics["rounding_logp"].value < 0.02
-    assert found.metrics["gigabytes"].value == pytest.approx(found.metrics["positions"].value * 18 * 2 / 1e9)
+    assert found.metrics["gigabytes"].value == pytest.approx(found.metrics["positions"].value * 16 * 2 / 1e9)
     offline = run(world, tmp_path, statistics=statistics)
     one, other = (read_history(j.folder / "history.jsonl") for j in (arms.tad, offline))
     assert [line["divergence"] for line in one] == pytest.approx([line["divergence"] for line in other], rel=1e-2)
@@ -180,7 +177,7 @@ def test_statistics_of_something_else_are_refused(world, statistics, tmp_path):
     with pytest.raises(UserError, match="made by another model than the teacher"):
         teacher.Stored(statistics, rows, world.tokenizer)
     small = teacher.Config(output=output(tmp_path, "teacher"), model=world.base, mix=world.mix, length=32, max_gb=1e-6)
-    with pytest.raises(UserError, match=r"^statistics of \d+ positions over 18 tokens take 0\.000\d+ GB and max_gb is 1e-06; "):
+    with pytest.raises(UserError, match=r"^statistics of \d+ positions over 16 tokens take 0\.000\d+ GB and max_gb is 1e-06; "):
         teacher.main(small)
     assert not list(small.folder.glob("*.safetensors"))
 
@@ -217,8 +214,10 @@ def test_a_student_is_cut_from_its_teacher(world, tmp_path):
     determinism.setup(1)
     assert not torch.equal(student.cut(frozen, SMALL).state_dict()[mlp], got[mlp])
     assert [student.layer_of(i, 3, 9) for i in range(3)] == [0, 4, 8] and student.layer_of(0, 1, 9) == 0
+    size, frozen.config.head_dim = frozen.config.head_dim, None  # an architecture whose head size follows from the width
     with pytest.raises(UserError, match=r"hidden 16 over heads 2 is not the teacher's head size 16.*choose heads = 1"):
         student.cut(frozen, SMALL.model_copy(update={"heads": 2}))
+    frozen.config.head_dim = size
     with pytest.raises(UserError, match="can only be cut smaller"):
         student.cut(frozen, SMALL.model_copy(update={"hidden": 64, "heads": 4}))
     run(world, tmp_path / "cut", student="cut", steps=1)
@@ -229,7 +228,7 @@ def test_a_student_is_cut_from_its_teacher(world, tmp_path):
 
 def test_one_vocabulary(world):
     tokenizer = models.load_tokenizer(world.base)
-    assert examples.one_vocabulary(tokenizer, tokenizer, (world.base, world.base)) == 18
+    assert examples.one_vocabulary(tokenizer, tokenizer, (world.base, world.base)) == 16
     from posttrain.data import tokenizer as made
 
     other = made.wrap(made.characters("0123546789=ab#"))
@@ -237,9 +236,7 @@ def test_one_vocabulary(world):
         examples.one_vocabulary(tokenizer, other, (world.base, Path("x")))
     longer = made.wrap(made.characters("0123456789=ab#!"))
     with pytest.raises(UserError, match=r"^token 16 is None for the teacher .* and '!' for the student"):
-        examples.one_vocabulary(
-            tokenizer if len(tokenizer) == 16 else made.wrap(made.characters("0123456789=ab#")), longer, (world.base, Path("x"))
-        )
+        examples.one_vocabulary(tokenizer, longer, (world.base, Path("x")))
     models_of = [SimpleNamespace(config=SimpleNamespace(vocab_size=n)) for n in (18, 18, 24, 17)]
     assert examples.columns(18, *models_of[:2]) is None and examples.columns(18, *models_of[:3]) == 18
     with pytest.raises(UserError, match="17 logits for 18 tokens"):

@@ -100,7 +100,9 @@ def judge(job: Setup, weights: stacked.Weights, known: Tensor, runs: Sequence[tu
     with torch.no_grad():
         seen = [sources.draw(known[r], job.held_out, job.length, derive(job.seed, split, r))[:, :-1] for r, _ in runs]
         outputs = stacked.forward(weights, torch.stack(seen), job.heads)
-        for (r, _), tokens, logits in zip(runs, seen, outputs, strict=True):
+        for (r, rate), tokens, logits in zip(runs, seen, outputs, strict=True):
+            if not torch.isfinite(logits).all():
+                raise UserError(f"replicate {r} at learning rate {rate:g} diverged; take that rate out of rates.")
             teacher, student = known[r][tokens].flatten(0, 1), logits.flatten(0, 1)
             values, masses = metrics.compare(teacher, student, job.head)
             row: dict[str, Any] = {name: float(value.mean()) for name, value in values.items()}
@@ -109,9 +111,6 @@ def judge(job: Setup, weights: stacked.Weights, known: Tensor, runs: Sequence[tu
             row["fece"] = metrics.full_ece(sums, len(teacher))
             row |= {f"log_{name}": math.log(row[name]) if row[name] > 0 else -math.inf for name in ("kl", "kl2")}
             found.append(row | {"masses": masses.mean(0).tolist()})
-    for (r, rate), row in zip(runs, found, strict=True):
-        if not row["kl"] < float("inf"):
-            raise UserError(f"replicate {r} at learning rate {rate:g} diverged; take that rate out of rates.")
     return found
 
 
