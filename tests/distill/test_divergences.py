@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -354,6 +356,15 @@ def test_inputs_are_left_alone_and_a_gradient_is_taken_once():
         value.sum().backward()
     with torch.no_grad():
         assert not loss(t, s, mask, Divergence(k=3))[0].requires_grad
+    value, _ = loss(t, s, mask, Divergence(k=3))
+    gc.disable()  # what is kept then is kept by a reference, not by a cycle that waits for the collector
+    try:
+        kept = weakref.ref(value.grad_fn.next_functions[0][0].gradient)
+        value.sum().backward()
+        s.grad = value = None
+        assert kept() is None
+    finally:
+        gc.enable()
     with pytest.raises(ValueError, match="do not fit"):
         loss(t[..., :-1], s, mask, Divergence())
     with pytest.raises(ValueError, match="need labels"):

@@ -7,6 +7,7 @@ beta(X) needs its tail mass at every position of a sequence first.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from posttrain.distill.formulas import Divergence, Head, cross_entropy, energy, formula, split
@@ -83,7 +84,7 @@ def loss(
     vocabulary: number of leading columns in use, or their rising indices int64; the others have no part in either model and get
     no gradient. Computed in float32, in float64 for float64 students. Differentiable once, in the student alone. A sequence is a
     row, also where it is packed (inferred). Statistics of valid positions [n]: divergence, ce; with `stats` as well kl1, kl2,
-    alpha_t, alpha_s (kinds with a tail), grad_norm of the divergence in the logits and tail_share of its square; and beta_x [B]
+    alpha_t, alpha_s (kinds with a tail), grad_norm of weight x divergence in the logits and tail_share of its square; and beta_x [B]
     (tad). Raises ValueError for shapes that do not fit and for labels that are missing.
     """
     import torch
@@ -138,7 +139,7 @@ def loss(
             if into:
                 into.write(part, grad)
         found |= {name: torch.cat([one[name] for one in numbers]) for name in numbers[0]} if numbers else {}
-    result = _apply(student.reshape(s.flat.shape), values, gradient, size) if wanted else values
+    result = _known().apply(student.reshape(s.flat.shape), values, gradient, size) if wanted else values
     return result.view(mask.shape), found
 
 
@@ -163,14 +164,17 @@ def _heads(t: Columns, parts: list[slice], divergence: Divergence, used: int, at
     return found
 
 
-def _apply(student: Tensor, values: Tensor, gradient: Tensor, size: int) -> Tensor:
-    """`values` [N] as a function of the logits [N, V], whose gradient is already known."""
+@functools.cache
+def _known() -> Any:
     import torch
 
     class Known(torch.autograd.Function):
+        """Values [N] as a function of logits [N, V] whose gradient is already there. Made once: a class made per call would keep
+        its gradient until the garbage collector comes."""
+
         @staticmethod
-        def forward(ctx, logits, values):
-            ctx.gradient = gradient
+        def forward(ctx, logits, values, gradient, size):
+            ctx.gradient, ctx.size = gradient, size
             return values.clone()
 
         @staticmethod
@@ -179,8 +183,8 @@ def _apply(student: Tensor, values: Tensor, gradient: Tensor, size: int) -> Tens
             found, ctx.gradient = ctx.gradient, None
             if found is None:
                 raise RuntimeError("the gradient of a divergence can be taken once; compute the loss again")
-            for part, scale in zip(found.split(size), upstream.split(size), strict=True):
+            for part, scale in zip(found.split(ctx.size), upstream.split(ctx.size), strict=True):
                 part.copy_(part.to(scale.dtype) * scale[:, None])  # rounded once, also in bfloat16
-            return found, None
+            return found, None, None, None
 
-    return Known.apply(student, values)
+    return Known
