@@ -192,6 +192,11 @@ def test_supervised_rows(world, tmp_path):
             at = row["labels"] != -100
             assert not at[0] and at[-1] and bool((at.int().diff() >= 0).all())  # prompt, then response
             assert torch.equal(row["labels"][at], row["input_ids"][at])
+    stored = [r for r in tables.read(world.traces.parent / "traces.parquet", None, [("split", "=", "train")]) if r["correct"]]
+    assert len(rows) == len(stored)
+    for row, one in zip(rows, stored, strict=True):  # `rows` are now those of the traces
+        at = row["labels"] != -100
+        assert row["input_ids"][~at].tolist() == one["prompt_ids"] and row["labels"][at].tolist() == one["response_ids"]
     batch = examples.collate([{n: v[:4] for n, v in rows[0].items()}, rows[1]], tokenizer.pad_token_id)
     assert batch["labels"][0, 4:].eq(-100).all() and batch["position_ids"][0, 3:6].tolist() == [3, 0, 1]
     one = run(world, tmp_path, mix=None, traces=world.traces, steps=2)
