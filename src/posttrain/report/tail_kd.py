@@ -184,7 +184,7 @@ def tail_kd_text(data: Artifacts, task: str) -> Figure:
 
     text = f"A character model of prose, student half as wide, {over_seeds(data)}. Left: minus plain KL on held-out rows, 95% intervals. Right: forward KL on a few held-out rows over training."
     height = 2.4
-    figure, axes = canvas("Distillation on text", text, height, columns=2, left=1.0, right=1.3, gap=0.9)
+    figure, axes = canvas("Distillation on text", text, height, columns=2, left=1.2, right=1.3, gap=0.9)
     others = [arm for arm in found if arm not in ("kd", "clm")]
     for shift, arm in enumerate(others):
         for row, name in enumerate(names):
@@ -203,8 +203,8 @@ def tail_kd_text(data: Artifacts, task: str) -> Figure:
         curve = data.curve(f"distill/tail_kd/{TASK}-{arm}", "fixed/kl")
         if curve is not None:
             ink = COLOURS[others.index(arm) + 1] if arm in others else colour(arm)
-            axes[1].plot(curve[0], curve[1].mean(1), color=ink, linewidth=1.8)
-            ends.append((curve[0][-1], curve[1].mean(1)[-1], ARMS[arm], ink))
+            axes[1].plot(curve[0], curve[1].mean(0), color=ink, linewidth=1.8)
+            ends.append((curve[0][-1], curve[1].mean(0)[-1], ARMS[arm], ink))
     axes[1].set(xlabel="Step", ylabel="KL (nats)")
     label_ends(axes[1], ends, height)
     return figure
