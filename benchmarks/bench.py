@@ -167,8 +167,76 @@ def stream_time(tokens: int = 1_000_000) -> dict:
     }
 
 
+DISTILL = """
+import resource, sys, time
+import torch
+from posttrain.core import determinism, models
+from posttrain.distill import divergences
+from posttrain.distill.formulas import Divergence
+
+determinism.setup(0)
+vocabulary, rows, length, repeats = 49_152, 4, 128, int(sys.argv[1])
+tokenizer = type("T", (), {"__len__": lambda self: vocabulary, "eos_token_id": 1, "pad_token_id": 0})()
+teacher, student = (models.scratch(models.Shape(hidden=h, layers=4, heads=4, intermediate=3 * h), tokenizer) for h in (256, 128))
+ids = torch.randint(vocabulary, (rows, length))
+labels, mask = torch.randint(vocabulary, (rows, length)), torch.ones(rows, length, dtype=torch.bool)
+arms = {"kl": Divergence(kind="kl"), "tad": Divergence(k=10, beta=2.0)}
+
+def step(name):
+    with torch.no_grad():
+        target = teacher(ids, use_cache=False).logits
+    logits = student(ids, use_cache=False).logits
+    if name == "torch":  # as it is usually written
+        lt, ls = target.log_softmax(-1), logits.log_softmax(-1)
+        loss = torch.nn.functional.kl_div(ls, lt, log_target=True, reduction="sum")
+        loss = (loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")) / mask.sum()
+    else:
+        loss = divergences.loss(target, logits, mask, arms[name], labels=labels, ce_weight=1.0)[0].sum() / mask.sum()
+    loss.backward()
+    student.zero_grad()
+
+names = sys.argv[2].split(",")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+times = {name: [] for name in names}
+for repeat in range(repeats):
+    for name in names:
+        began = time.process_time()
+        step(name)
+        times[name].append(time.process_time() - began)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(peak, *(sorted(times[name][repeats > 1:])[len(times[name][repeats > 1:]) // 2] for name in names))
+"""
+
+
+def distill_cost() -> list[dict]:
+    """(g) a training step of TAD over one of plain KL at a vocabulary of 49,152: core time in one process, peak memory in two."""
+
+    def run(repeats: int, names: str) -> list[float]:
+        words = [sys.executable, "-c", DISTILL, str(repeats), names]
+        return [
+            float(x) for x in subprocess.run(words, check=True, capture_output=True, text=True, env=ENVIRONMENT).stdout.split()
+        ]
+
+    _, kl, tad, usual = run(9, "kl,tad,torch")
+    (kl_peak, _), (tad_peak, _), (usual_peak, _) = (run(1, name) for name in ("kl", "tad", "torch"))
+    return [
+        {
+            "what": "a distillation step of TAD over plain KL at V = 49,152",
+            "ratio": tad / kl,
+            "measured": f"{tad / kl:.2f}x ({tad / usual:.2f}x of KL as torch's own functions compute it)",
+            "goal": "<= 1.1x",
+        },
+        {
+            "what": "peak memory of that step over plain KL, beyond the models",
+            "ratio": tad_peak / kl_peak,
+            "measured": f"{tad_peak / kl_peak:.2f}x ({tad_peak / usual_peak:.2f}x of KL by torch's own functions)",
+            "goal": "<= 1.1x",
+        },
+    ]
+
+
 def main() -> None:
-    entries = [help_time(), trainer_time(), outside_share(), *dry_run_time(), pear_time(), stream_time()]
+    entries = [help_time(), trainer_time(), outside_share(), *dry_run_time(), pear_time(), stream_time(), *distill_cost()]
     found = {"command": "make bench", "packages": manifest.packages(), "cores": len(os.sched_getaffinity(0)), "entries": entries}
     Path("benchmarks/results.json").write_text(json.dumps(found, indent=1) + "\n")
     for entry in entries:
