@@ -26,7 +26,9 @@ class Settings(Model):
     """How edits are written. Defaults are the paper's batch recipe (arXiv 2602.15823, section 5 of the card)."""
 
     editor: Literal["gradient", "lora", "least_squares"] = key("gradient", help="gradient: fine-tuning, projected or not")
-    projection: Literal["none", "grad", "step"] = key("grad", help="none: fine-tuning; grad: the gradient (paper); step: Adam's step")
+    projection: Literal["none", "grad", "step"] = key(
+        "grad", help="none: fine-tuning; grad: the gradient (paper); step: Adam's step"
+    )
     subspace: Subspace = key("kfac", help="kfac: CrispEdit; a_only: activations alone; random: control of the same size")
     layers: tuple[str, ...] = key(("*.mlp.down_proj",), help="globs of the linear layers that are edited", min_length=1)
     gamma: float = key(0.9, help="share of the curvature that is protected; large: more protection", ge=0, le=1)
@@ -39,12 +41,16 @@ class Settings(Model):
     skip_below: float = key(0.01, help="no step for a batch of smaller loss (nats)", ge=0)
     stop_below: float = key(0.01, help="stop after an epoch of smaller mean loss (nats)", ge=0)
     chunk: int | None = key(None, help="sequential editing in chunks of this many edits; null: all together", gt=0)
-    sequential: Literal["stream", "mix"] = key("stream", help="merge factors chunk by chunk, or recompute on text and all edits so far")
+    sequential: Literal["stream", "mix"] = key(
+        "stream", help="merge factors chunk by chunk, or recompute on text and all edits so far"
+    )
     leading_space: bool = key(True, help="a space between prompt and target")
     chat: bool = key(False, help="prompts are user turns of the chat template, targets the assistant's")
     lora_rank: int = key(8, help="lora: rank", gt=0)
     lora_alpha: float = key(16.0, help="lora: scale is alpha / rank", gt=0)
-    solve: Literal["covariance", "null_space"] = key("covariance", help="least_squares: penalty by C, or its small directions alone")
+    solve: Literal["covariance", "null_space"] = key(
+        "covariance", help="least_squares: penalty by C, or its small directions alone"
+    )
     solve_weight: float = key(1.0, help="least_squares: weight of C, or ridge of null_space", gt=0)
     solve_steps: int = key(25, help="least_squares: steps on the values", gt=0)
     solve_rate: float = key(0.5, help="least_squares: Adam's step size on the values", gt=0)
@@ -79,7 +85,9 @@ class Stats:
 class Protection:
     """Factors of the capability text and what follows from them; recomputed at the model's weights when asked."""
 
-    def __init__(self, model, chosen, settings: Settings, texts: Sequence[Sequence[int]], seed: int, factors, stats: Stats, batch: int):
+    def __init__(
+        self, model, chosen, settings: Settings, texts: Sequence[Sequence[int]], seed: int, factors, stats: Stats, batch: int
+    ):
         self.model, self.chosen, self.settings, self.texts = model, chosen, settings, texts
         self.seed, self.stats, self.batch = seed, stats, batch
         self.factors = factors
@@ -140,7 +148,9 @@ def edit(
     if not edits:
         raise UserError("there are no edits to write; give at least one.")
     if settings.needs_factors and factors is None and not texts:
-        raise UserError(f"editor {settings.editor} with projection {settings.projection} needs capability text; give --capability.")
+        raise UserError(
+            f"editor {settings.editor} with projection {settings.projection} needs capability text; give --capability."
+        )
     pairs, pad, stats = encode(tokenizer, edits, settings.style), pad_of(tokenizer), Stats()
     model.eval()  # dropout would be noise on a handful of examples
     requires = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -179,7 +189,9 @@ def fit(model, pairs: Sequence[Pair], pad: int, settings: Settings, seed: int, s
             loss = edit_loss(model, part, pad)
             value = loss.item()
             if value != value or value == float("inf"):
-                raise UserError(f"the edits' loss is {value} at step {stats.steps}; lower learning_rate (now {settings.learning_rate}).")
+                raise UserError(
+                    f"the edits' loss is {value} at step {stats.steps}; lower learning_rate (now {settings.learning_rate})."
+                )
             total, count = total + value * len(part), count + len(part)
             if value < settings.skip_below:
                 stats.skipped += 1

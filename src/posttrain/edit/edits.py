@@ -175,7 +175,9 @@ def records(path: Path) -> list[tuple[dict, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give a file of edits (.jsonl or .json) or the manifest of a job that writes one.") from None
+        raise UserError(
+            f"{path} does not exist; give a file of edits (.jsonl or .json) or the manifest of a job that writes one."
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8.") from None
     found: list[tuple[Any, str]] = []
@@ -228,7 +230,9 @@ def check(rows: Sequence[Row]) -> None:
         if not edit.target.strip():
             raise UserError(f"{where}: the target of {edit.prompt!r} is empty; give the text that the model shall say.")
         if edit.subject.casefold() not in edit.prompt.casefold():
-            raise UserError(f"{where}: the subject {edit.subject!r} does not stand in the prompt {edit.prompt!r}; correct one of them.")
+            raise UserError(
+                f"{where}: the subject {edit.subject!r} does not stand in the prompt {edit.prompt!r}; correct one of them."
+            )
         if edit.prompt in edit.paraphrases:
             raise UserError(f"{where}: the prompt {edit.prompt!r} is among its own paraphrases; delete it there.")
         earlier = prompts.setdefault(edit.prompt, row)

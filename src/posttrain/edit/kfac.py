@@ -105,7 +105,13 @@ def token_gradients(
 
 
 def accumulate(
-    model: nn.Module, layers: dict[str, nn.Linear], rows: Iterable[Sequence[int]], *, labels: Labels = "data", batch: int = 8, seed: int = 0
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    rows: Iterable[Sequence[int]],
+    *,
+    labels: Labels = "data",
+    batch: int = 8,
+    seed: int = 0,
 ) -> Factors:
     """Factors over token sequences, one pass, sums in float64. Sequences of fewer than two tokens predict nothing.
 
@@ -191,7 +197,9 @@ def load(path: Path, model: nn.Module, layers: dict[str, nn.Linear]) -> Factors:
                         "for this model."
                     )
             if about["model"] != model_digest(model):
-                raise UserError(f"{path} was computed for another model (its other layers differ); compute factors for this model.")
+                raise UserError(
+                    f"{path} was computed for another model (its other layers differ); compute factors for this model."
+                )
             device = next(iter(layers.values())).weight.device
             a = {name: stream.get_tensor(f"{name}/A").to(device) for name in layers}
             s = {name: stream.get_tensor(f"{name}/S").to(device) for name in layers}

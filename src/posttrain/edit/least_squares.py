@@ -58,7 +58,15 @@ def key_positions(pairs: Sequence[Pair], ends: Sequence[int] | None) -> list[int
 
 
 def keys_and_residuals(
-    model: nn.Module, layer: nn.Linear, pairs: Sequence[Pair], pad: int, ends: Sequence[int] | None, *, steps: int, rate: float, reach: float
+    model: nn.Module,
+    layer: nn.Linear,
+    pairs: Sequence[Pair],
+    pad: int,
+    ends: Sequence[int] | None,
+    *,
+    steps: int,
+    rate: float,
+    reach: float,
 ) -> tuple[Tensor, Tensor, list[float]]:
     """(K [di, n], R [do, n], losses): residuals by `steps` of Adam on the cross-entropy of the targets.
 

@@ -154,7 +154,9 @@ class ProjectedOptimizer:
     not rounded away in bfloat16; after each step the weights are those copies, rounded.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], make, projectors: Mapping[str, Projector | ColumnProjector], mode: str) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], make, projectors: Mapping[str, Projector | ColumnProjector], mode: str
+    ) -> None:
         """weights: {layer: parameter}; make: list of tensors -> torch optimiser; projectors may be empty with mode `none`."""
         import torch
 
