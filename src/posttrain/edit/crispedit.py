@@ -16,12 +16,16 @@ from typing import Any, Literal
 from posttrain.core import cli, determinism, manifest, models, tables
 from posttrain.core.config import JobConfig, key
 from posttrain.core.errors import UserError
-from posttrain.edit import capability, edits, factors, kfac, layers, scores
+from posttrain.edit import capability, kfac, scores
 from posttrain.edit.editors import Settings, Stats, edit
+from posttrain.edit.edits import Format
+from posttrain.edit.edits import read as read_edits
+from posttrain.edit.factors import FILE
+from posttrain.edit.layers import choose, copies
 
 
 class Config(Settings, JobConfig):
-    format: edits.Format = key("auto", help="of the edits' file; auto: by the fields of the first edit")
+    format: Format = key("auto", help="of the edits' file; auto: by the fields of the first edit")
     count: int | None = key(None, help="take the first edits alone; null: all", gt=0)
     texts: int = key(64, help="documents of the capability text (train split) behind the factors", gt=0)
     tokens: int = key(512, help="leading tokens of each", gt=1)
@@ -77,10 +81,10 @@ def main(job: Config) -> None:
     """Writes `model/`, edits.parquet (one row per edit), drift.parquet (one row per text), for refusals responses.parquet."""
     determinism.setup(job.seed)
     tokenizer = models.load_tokenizer(job.model)
-    rows = edits.read(edits_file(job.edits), job.format, job.count)
+    rows = read_edits(edits_file(job.edits), job.format, job.count)
     questions = scores.Questions(tokenizer, rows, job)  # every edit is encoded before any work: a bad row costs nothing
     model = models.place(models.load(job.model, job.dtype)).eval()
-    chosen = layers.choose(model, job.layers)
+    chosen = choose(model, job.layers)
     texts = capability.read(job.capability, "train", tokenizer, job.texts, job.tokens)
     held = capability.read(job.capability, "test", tokenizer, job.drift_texts, job.drift_tokens, job.drift_sources)
     if both := {t.ids for t in texts} & {t.ids for t in held}:
@@ -94,8 +98,8 @@ def main(job: Config) -> None:
     ready = None
     if job.factors and job.needs_factors:
         manifest.read(job.factors)
-        ready = kfac.load(job.factors.parent / factors.FILE, model, chosen)
-    before, original = questions.ask(model), layers.copies(chosen)
+        ready = kfac.load(job.factors.parent / FILE, model, chosen)
+    before, original = questions.ask(model), copies(chosen)
 
     began = time.perf_counter()
     stats = edit(

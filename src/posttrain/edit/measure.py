@@ -146,7 +146,7 @@ class Drift(NamedTuple):
 
 
 def token_kl(base: Tensor, other: Tensor) -> Tensor:
-    """KL(softmax(base) || softmax(other)) over the last axis, float64, at least 0. Exact where the base has probability 0.
+    """KL(softmax(base) || softmax(other)) over the last axis, float64, nats; rounding may give -1e-17. Differentiable.
 
     For softmax cross-entropy this is the Bregman divergence of the loss on the outputs, whatever the label.
     """
@@ -154,7 +154,7 @@ def token_kl(base: Tensor, other: Tensor) -> Tensor:
 
     p, q = base.double().log_softmax(-1), other.double().log_softmax(-1)
     terms = torch.where(p == -torch.inf, 0.0, p.exp() * (p - q))
-    return terms.sum(-1).clamp(min=0)
+    return terms.sum(-1)
 
 
 def drift(model: nn.Module, chosen: dict, base: dict[str, Tensor], texts: Sequence[Sequence[int]], batch: int = 8) -> list[Drift]:
@@ -181,5 +181,5 @@ def drift(model: nn.Module, chosen: dict, base: dict[str, Tensor], texts: Sequen
         sums = torch.cat(columns, 1).cpu().split((mask.sum(1) - 1).tolist(), dim=1)
         for text, values in zip(part, sums, strict=True):
             kl, one, two = values.mean(1).tolist()
-            found[tuple(text)] = Drift(kl, values.shape[1], one, two)
+            found[tuple(text)] = Drift(max(kl, 0.0), values.shape[1], one, two)
     return [found[tuple(text)] for text in texts]

@@ -5,8 +5,8 @@ ones that hold a share gamma of their sum are blocked; M_ij = 1 where l_ij is be
 
     Q_proj = U_S ((U_Sᵀ Q U_A) o M) U_Aᵀ.
 
-The blocked (i, j) form a staircase in the corner of large eigenvalues. So the same is computed as Q minus its part in that
-corner, with only the eigenvectors that touch it: when little is blocked, the cost falls accordingly.
+The blocked (i, j) form a staircase in the corner of large eigenvalues, the free ones in the opposite corner. So either Q
+minus its part in the blocked corner is computed or its part in the free one, whichever touches fewer eigenvectors.
 """
 
 from __future__ import annotations
@@ -60,38 +60,35 @@ def threshold(values: Tensor, gamma: float) -> float:
 
 
 class Projector:
-    """Projects [do, di] matrices of one layer. Pure: holds eigenvectors of the blocked corner and which pairs are blocked."""
+    """Projects [do, di] matrices of one layer. Pure: holds the eigenvectors of one corner, and which pairs in it count."""
 
-    def __init__(self, rows: Tensor, columns: Tensor, blocked: Tensor) -> None:
-        """rows: U_S[:, :r] as [do, r]; columns: U_A[:, :c] as [di, c]; blocked: bool [r, c]."""
-        self.rows, self.columns, self.blocked = rows, columns, blocked.to(rows.dtype)
-
-    def __call__(self, q: Tensor) -> Tensor:
-        """Q_proj [do, di] in Q's dtype; Q itself if nothing is blocked."""
-        if not self.blocked.numel():
-            return q
-        wide = q.to(self.rows.dtype)
-        corner = (self.rows.T @ wide @ self.columns) * self.blocked
-        return (wide - self.rows @ corner @ self.columns.T).to(q.dtype)
-
-
-class ColumnProjector:
-    """Q U_A diag(m_A) U_Aᵀ: the activation null space alone (Adam-NSCL's and AlphaEdit's subspace)."""
-
-    def __init__(self, columns: Tensor) -> None:
-        """columns: blocked eigenvectors of A, [di, c]."""
-        self.columns = columns
+    def __init__(self, rows: Tensor | None, columns: Tensor, pairs: Tensor, subtract: bool) -> None:
+        """rows: some columns of U_S, [do, r] (None: all of them, which then need not be known); columns: some of U_A, [di, c];
+        pairs: bool [r, c]; subtract: the pairs are blocked and their part is taken off, otherwise they are what is left."""
+        self.rows, self.columns, self.subtract = rows, columns, subtract
+        self.pairs = None if bool(pairs.all()) else pairs.to(columns.dtype)
+        self.empty = not pairs.any()
 
     def __call__(self, q: Tensor) -> Tensor:
-        if not self.columns.shape[1]:
-            return q
+        """Q_proj [do, di] in Q's dtype. Exactly Q if nothing is blocked and exactly 0 if everything is: rounding noise in place
+        of 0 would be blown up to full steps by Adam."""
+        if self.empty:
+            return q if self.subtract else q.new_zeros(q.shape)
         wide = q.to(self.columns.dtype)
-        return (wide - (wide @ self.columns) @ self.columns.T).to(q.dtype)
+        part = wide @ self.columns if self.rows is None else self.rows.T @ wide @ self.columns
+        part = part if self.pairs is None else part * self.pairs
+        part = part @ self.columns.T if self.rows is None else self.rows @ part @ self.columns.T
+        return (wide - part if self.subtract else part).to(q.dtype)
 
 
-def corner(blocked: Tensor) -> tuple[int, int]:
-    """(r, c): rows and columns that hold any blocked pair; with both spectra descending these are the first ones."""
-    return int(blocked.any(1).sum()), int(blocked.any(0).sum())
+def corners(blocked: Tensor) -> tuple[slice, slice, bool]:
+    """(rows, columns, subtract): the corner of blocked pairs, or of free ones if that is smaller. Spectra are descending."""
+    do, di = blocked.shape
+    r, c = int(blocked.any(1).sum()), int(blocked.any(0).sum())
+    free_r, free_c = int((~blocked).any(1).sum()), int((~blocked).any(0).sum())
+    if r + c <= free_r + free_c:
+        return slice(0, r), slice(0, c), True
+    return slice(do - free_r, do), slice(di - free_c, di), False
 
 
 def orthonormal(dimension: int, count: int, seed: int, like: Tensor) -> Tensor:
@@ -111,7 +108,7 @@ def projectors(
     energy: Literal["layer", "global"] = "layer",
     seed: int = 0,
     dtype=None,
-) -> tuple[dict[str, Projector | ColumnProjector], dict[str, float]]:
+) -> tuple[dict[str, Projector], dict[str, float]]:
     """({layer: projector}, {layer: share of directions that stay free}).
 
     energy: `layer` takes gamma's share of each layer's eigenvalues, `global` of those of all layers together.
@@ -128,18 +125,18 @@ def projectors(
         spectra[name] = (la, ua, ls, us)
     products = {name: torch.outer(ls, la) for name, (la, _, ls, _) in spectra.items()}
     shared = threshold(torch.cat([p.flatten() for p in products.values()]), gamma) if energy == "global" else None
-    found: dict[str, Projector | ColumnProjector] = {}
+    found: dict[str, Projector] = {}
     free: dict[str, float] = {}
     for i, (name, (la, ua, _, us)) in enumerate(spectra.items()):
         blocked = products[name] >= (threshold(products[name], gamma) if shared is None else shared)
         free[name] = 1 - blocked.double().mean().item()
-        r, c = corner(blocked)
-        if subspace == "a_only":
-            found[name] = ColumnProjector(ua[:, :c].to(dtype).contiguous())
-            continue
+        rows, columns, subtract = corners(blocked)
+        left, right = None if us is None else us[:, rows], ua[:, columns]
         if subspace == "random":
-            us, ua = (orthonormal(len(u), k, seed * 1000003 + 2 * i + j, la) for j, (u, k) in enumerate(((us, r), (ua, c))))
-        found[name] = Projector(us[:, :r].to(dtype).contiguous(), ua[:, :c].to(dtype).contiguous(), blocked[:r, :c])
+            left, right = (orthonormal(*u.shape, seed=seed * 1000003 + 2 * i + j, like=la) for j, u in enumerate((left, right)))
+        pairs = blocked[rows, columns] if subtract else ~blocked[rows, columns]
+        left = None if left is None else left.to(dtype).contiguous()
+        found[name] = Projector(left, right.to(dtype).contiguous(), pairs, subtract)
     return found, free
 
 
@@ -154,9 +151,7 @@ class ProjectedOptimizer:
     not rounded away in bfloat16; after each step the weights are those copies, rounded.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], make, projectors: Mapping[str, Projector | ColumnProjector], mode: str
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], make, projectors: Mapping[str, Projector], mode: str) -> None:
         """weights: {layer: parameter}; make: list of tensors -> torch optimiser; projectors may be empty with mode `none`."""
         import torch
 
@@ -198,7 +193,7 @@ class ProjectedOptimizer:
         """Largest ||W - W_ref||_F / ||W_ref||_F over the layers since the last refresh (the paper's criterion)."""
         return max(((m - self.reference[n]).norm() / self.reference[n].norm()).item() for n, m in self.masters.items())
 
-    def refresh(self, projectors: Mapping[str, Projector | ColumnProjector]) -> None:
+    def refresh(self, projectors: Mapping[str, Projector]) -> None:
         """Take new projectors and project Adam's first moment with them (the second stays, as in the authors' code)."""
         import torch
 
