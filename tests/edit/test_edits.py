@@ -215,14 +215,13 @@ def test_a_prompt_whose_tokens_change_is_refused(merging):
 
 def test_a_target_without_tokens_is_refused(tokenizer, monkeypatch):
     row = Row(Edit(subject="a", prompt="a", target="b"), "mine.jsonl:4")
-    silent = type("Silent", (), {"unk_token_id": None, "__call__": lambda self, text: {"input_ids": [1]}})()
+    silent = type("Silent", (), {"__call__": lambda self, text: {"input_ids": [1]}})()
     with pytest.raises(UserError, match=r"mine\.jsonl:4: the target 'b' gives no token"):
         encode(silent, [row], Style())
 
 
 def test_a_character_that_the_tokenizer_lacks_is_refused(tokenizer):
     row = Row(Edit(subject="a", prompt="a", target="7"), "mine.jsonl:4")
-    tokenizer.unk_token = "<pad>"
     with pytest.raises(UserError, match=r"mine\.jsonl:4: 'a' or '7' holds a character that this tokenizer does not know"):
         encode(tokenizer, [row], Style())
 
