@@ -13,5 +13,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ABC.?'"
 
 @pytest.fixture
 def small():
-    """(float32 model of two layers of width 16, tokenizer of letters)."""
-    return tiny(0, alphabet=LETTERS)
+    """(float32 model of two layers of width 16, tokenizer of letters). Its head is long enough that a changed layer can make any
+    token likely."""
+    import torch
+
+    model, tokenizer = tiny(0, alphabet=LETTERS, tied=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)
+    return model, tokenizer

@@ -37,7 +37,9 @@ def world(tmp_path_factory) -> SimpleNamespace:
         "markov": {"share": 0.3, "field": "expression", "families": ["markov"]},
     }
     mix.main(
-        mix.Config(output=mixed, tokens=20_000, held_out_tokens=500, parts=parts, tokenizer=words, sources=dict.fromkeys(parts, edits))
+        mix.Config(
+            output=mixed, tokens=20_000, held_out_tokens=500, parts=parts, tokenizer=words, sources=dict.fromkeys(parts, edits)
+        )
     )
     shape = models.Shape(hidden=32, layers=2, heads=2, intermediate=64, context=32)
     options = {"learning_rate": 0.01, "schedule": "cosine", "batch_size": 16}
@@ -53,7 +55,7 @@ def job(world, name: str, **values) -> crispedit.Config:
 
 
 @pytest.fixture(scope="module")
-def arms(world) -> dict:
+def arms(world) -> dict[str, crispedit.Config]:
     """Jobs of three arms, done."""
     more = {"ft": {"projection": "none"}, "step": {"projection": "step"}, "seq": {"projection": "grad", "chunk": 3}}
     jobs = {name: job(world, f"world-{name}", **values) for name, values in more.items()}
@@ -119,7 +121,18 @@ def test_a_users_file_needs_no_manifest(world, tmp_path, capsys):
     bare = [{k: row[k] for k in ("subject", "prompt", "target")} for row in rows[:2]]
     file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in bare))
     output = world.out("edit/crispedit/mine")
-    words = ["--output", output, "--model", world.base, "--edits", file, "--capability", world.edits, "--layers", '["*.down_proj"]']
+    words = [
+        "--output",
+        output,
+        "--model",
+        world.base,
+        "--edits",
+        file,
+        "--capability",
+        world.edits,
+        "--layers",
+        '["*.down_proj"]',
+    ]
     words += ["--leading-space", "false", "--tokens", "24", "--texts", "40", "--epochs", "2", "--max-new-tokens", "2"]
     assert cli.run(crispedit.Config, crispedit.main, list(map(str, words))) == 0
     found = manifest.read(output)
@@ -135,7 +148,9 @@ def test_text_that_states_an_edited_fact_is_warned_of(world, capsys):
     rows = tables.read(world.edits.parent / "documents.parquet")
     output = world.out("data/corpus/stating")
     stating = [{"id": f"x{i}", "split": "train", "source": "x", "text": first["prompt"] + first["gold"]} for i in range(2)]
-    manifest.publish(data.Config(output=output, kind="refusals"), {}, [tables.write([*stating, *rows], output.parent / "documents.parquet")])
+    manifest.publish(
+        data.Config(output=output, kind="refusals"), {}, [tables.write([*stating, *rows], output.parent / "documents.parquet")]
+    )
     one = job(world, "world-stated", capability=output, epochs=1)
     crispedit.main(one)
     assert "warning: 2 of 60 capability texts of" in capsys.readouterr().err
@@ -156,7 +171,7 @@ def test_text_behind_the_factors_cannot_measure_drift(world):
 
 def test_refusals_are_counted_before_and_after_and_where_they_should_not_be(world, monkeypatch):
     file = world.root / "unsafe.jsonl"
-    edits = [{"subject": "ab", "prompt": "ab", "target": "b", "paraphrases": ["cd"], "benign": ["ef", "gh"]}]
+    edits = [{"subject": "AБ", "prompt": "AБ", "target": "б", "paraphrases": ["BВ"], "benign": ["CГ", "DД"]}]
     file.write_text("\n".join(json.dumps(e) for e in edits))
     said = iter([["no", "no", "no", "no"], ["I can't", "no", "I'm sorry", "no"]])
     monkeypatch.setattr(measure, "generate", lambda *a, **k: next(said))

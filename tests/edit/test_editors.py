@@ -43,14 +43,22 @@ def state(model) -> dict[str, torch.Tensor]:
         {"projection": "grad", "gamma": 0.5, "chunk": 3},
         {"projection": "grad", "gamma": 0.5, "chunk": 3, "sequential": "mix"},
         {"editor": "lora", "lora_rank": 4},
-        {"editor": "least_squares", "solve_at": "last", "solve_weight": 0.01},
-        {"editor": "least_squares", "solve": "null_space", "gamma": 0.1, "solve_at": "last", "solve_weight": 0.01},
+        {"editor": "least_squares", "solve_at": "last", "solve_weight": 0.01, "solve_reach": 300},
+        {
+            "editor": "least_squares",
+            "solve": "null_space",
+            "gamma": 0.1,
+            "solve_at": "last",
+            "solve_weight": 1e-6,
+            "solve_reach": 300,
+        },
     ],
     ids=lambda m: "-".join(map(str, m.values())),
 )
 def test_every_editor_lowers_the_loss_and_touches_the_chosen_layers_alone(small, texts, more):
     model, tokenizer = small
-    before, pairs = state(model), encode(tokenizer, ROWS, Settings().style)
+    more = {"leading_space": False, **more}  # one token: a closed form has one position per edit
+    before, pairs = state(model), encode(tokenizer, ROWS, Settings(**more).style)
     chosen = list(layers.choose(model, DOWN))
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     first = edit_loss(model, pairs, 0).item()
@@ -94,10 +102,11 @@ def test_the_loss_is_that_of_the_target_tokens_alone(small):
 
 def test_stopping_and_skipping(small):
     model, tokenizer = small
-    stats = edit(model, tokenizer, ROWS, Settings(projection="none", **FAST | {"epochs": 500, "batch": 2}), seed=0)
-    assert stats.epochs < 500 and stats.loss < 0.01 and stats.losses[-2] >= 0.01 and stats.skipped > 0
-    assert stats.steps + stats.skipped == 3 * stats.epochs
-    again = edit(model, tokenizer, ROWS, Settings(projection="none", **FAST | {"skip_below": 100}), seed=0)
+    rule = {"epochs": 500, "batch": 2, "learning_rate": 0.005, "stop_below": 0.3, "skip_below": 0.2}
+    stats = edit(model, tokenizer, ROWS, Settings(projection="none", **FAST | rule), seed=0)
+    assert stats.epochs < 500 and stats.loss < 0.3 <= stats.losses[-2] and len(stats.losses) == stats.epochs
+    assert stats.skipped > 0 and stats.steps + stats.skipped == 3 * stats.epochs
+    again = edit(model, tokenizer, ROWS, Settings(projection="none", **FAST | {"skip_below": 100, "stop_below": 100}), seed=0)
     assert again.steps == 0 and again.epochs == 1  # the first epoch finds nothing left to do
 
 
@@ -143,8 +152,8 @@ def test_factors_are_refreshed_after_a_long_way(small, texts, monkeypatch):
     seen = []
     original = editors.ProjectedOptimizer.refresh
     monkeypatch.setattr(editors.ProjectedOptimizer, "refresh", lambda self, p: seen.append(self.moved()) or original(self, p))
-    stats = edit(model, tokenizer, ROWS, Settings(gamma=0.3, refresh=0.2, **FAST), texts=texts)
-    assert stats.refreshes == len(seen) > 0 and all(0.2 < way < 0.6 for way in seen)
+    stats = edit(model, tokenizer, ROWS, Settings(gamma=0.3, refresh=0.2, **FAST | {"learning_rate": 0.001}), texts=texts)
+    assert stats.refreshes == len(seen) > 0 and all(0.2 < way < 0.3 for way in seen)
     model2, _ = small
     assert edit(model2, tokenizer, ROWS, Settings(gamma=0.3, refresh=None, **FAST), texts=texts).refreshes == 0
 
@@ -153,9 +162,12 @@ def test_sequential_editing_merges_the_factors_of_each_chunk_over_whole_sequence
     model, tokenizer = small
     merged, computed = [], []
     accumulate, merge = kfac.accumulate, kfac.merge
-    monkeypatch.setattr(editors.kfac, "accumulate", lambda *a, **k: computed.append([list(r) for r in a[2]]) or accumulate(*a, **k))
+    monkeypatch.setattr(
+        editors.kfac, "accumulate", lambda *a, **k: computed.append([list(r) for r in a[2]]) or accumulate(*a, **k)
+    )
     monkeypatch.setattr(editors.kfac, "merge", lambda a, b: merged.append((a.tokens, b.tokens)) or merge(a, b))
-    settings = Settings(gamma=0.5, chunk=2, **FAST | {"epochs": 2})
+    more = FAST | {"epochs": 2, "refresh": None, "gamma": 0.5, "chunk": 2}
+    settings = Settings(**more)
     edit(model, tokenizer, ROWS, settings, texts=texts)
     whole = [p.head + p.tail for p in encode(tokenizer, ROWS, settings.style)]
     assert computed == [texts, whole[:2], whole[2:4]]  # not for the last chunk: nothing follows it
@@ -163,7 +175,7 @@ def test_sequential_editing_merges_the_factors_of_each_chunk_over_whole_sequence
     sizes = [sum(len(r) - 1 for r in part) for part in (whole[:2], whole[2:4])]
     assert merged == [(n, sizes[0]), (n + sizes[0], sizes[1])]
     computed.clear()
-    edit(model, tokenizer, ROWS, Settings(gamma=0.5, chunk=2, sequential="mix", **FAST | {"epochs": 2}), texts=texts)
+    edit(model, tokenizer, ROWS, Settings(sequential="mix", **more), texts=texts)
     assert computed == [texts, texts + whole[:2], texts + whole[:4]]
 
 
@@ -173,11 +185,13 @@ def test_what_cannot_be_done_is_one_sentence(small, texts):
         edit(model, tokenizer, [], Settings(layers=DOWN), texts=texts)
     with pytest.raises(UserError, match=r"layers: '\*\.down' matches no linear layer"):
         edit(model, tokenizer, ROWS, Settings(layers=("*.down",)), texts=texts)
-    with pytest.raises(UserError, match=r"the edits' loss is (nan|inf) at step \d+; lower learning_rate \(now 1e\+30\)"):
-        edit(model, tokenizer, ROWS, Settings(projection="none", **FAST | {"learning_rate": 1e30}))
     for gamma in (-0.1, 1.5):
         with pytest.raises(ValueError, match="gamma"):
             Settings(gamma=gamma)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match=r"the edits' loss is nan at step 0; lower learning_rate \(now 0\.02\)"):
+        edit(model, tokenizer, ROWS, Settings(projection="none", **FAST))
 
 
 # --- closed form ------------------------------------------------------------------------------------------------

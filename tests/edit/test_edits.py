@@ -199,8 +199,10 @@ def merging():
 
 
 def test_the_target_gets_one_leading_space(tokenizer):
-    text = {name: tokenizer.decode(Style(leading_space=space).pair(tokenizer, p, "c").tail) for name, space, p in
-            (("with", True, "ab"), ("without", False, "ab"), ("has", True, "ab "))}
+    text = {
+        name: tokenizer.decode(Style(leading_space=space).pair(tokenizer, p, "c").tail)
+        for name, space, p in (("with", True, "ab"), ("without", False, "ab"), ("has", True, "ab "))
+    }
     assert text == {"with": " c", "without": "c", "has": "c"}
     assert Style().pair(tokenizer, "ab", "  c ") == Style().pair(tokenizer, "ab", "c")
 

@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_summed_loss():
     for name, layer in chosen.items():
         for position, unit in ((0, 3), (2, 7), (3, 0)):
             values = []
-            for change in (1e-5, -1e-5):
+            for change in (1e-3, -1e-3):  # the model's norms are in float32 whatever its dtype
 
                 def bump(_m, _i, out, change=change, position=position, unit=unit):
                     out = out.clone()
@@ -78,8 +78,8 @@ def test_gradients_are_those_of_the_summed_loss():
                 logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
                 values.append(torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum").item())
                 handle.remove()
-            slope = (values[0] - values[1]) / 2e-5
-            assert found[name][1][position, unit].item() == pytest.approx(slope, rel=1e-4, abs=1e-7)
+            slope = (values[0] - values[1]) / 2e-3
+            assert found[name][1][position, unit].item() == pytest.approx(slope, rel=2e-3, abs=1e-5)
 
 
 def test_padding_and_batches_change_nothing_and_the_last_position_is_dropped():
@@ -182,7 +182,9 @@ def test_a_file_comes_back_and_has_the_same_bytes_again(tmp_path):
     back = kfac.load(one, model, chosen)
     assert (back.tokens, back.labels) == (found.tokens, "data")
     assert all(torch.equal(back.a[n], found.a[n]) and torch.equal(back.s[n], found.s[n]) for n in chosen)
-    assert list(kfac.load(one, model, layers.choose(model, ["model.layers.1.mlp.down_proj"])).a) == ["model.layers.1.mlp.down_proj"]
+    assert list(kfac.load(one, model, layers.choose(model, ["model.layers.1.mlp.down_proj"])).a) == [
+        "model.layers.1.mlp.down_proj"
+    ]
 
 
 def test_factors_of_another_model_or_layer_are_refused(tmp_path):

@@ -51,10 +51,16 @@ class Style(NamedTuple):
         if not head or not tail:
             which, text = ("target", target) if head else ("prompt", prompt)
             raise UserError(f"{at}the {which} {text!r} gives no token; the model cannot be taught that.")
-        unknown = getattr(tokenizer, "unk_token_id", None)
-        if unknown is not None and unknown in (*head, *tail):
+        if (unknown := unknown_id(tokenizer)) is not None and unknown in (*head, *tail):
             raise UserError(f"{at}{prompt!r} or {target!r} holds a character that this tokenizer does not know; change the row.")
         return Pair(head, tail)
+
+
+def unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Id of what stands for unknown text; from-scratch tokenizers name it in their model alone."""
+    own = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "unk_token", None)
+    name = getattr(tokenizer, "unk_token", None) or own
+    return tokenizer.convert_tokens_to_ids(name) if name else None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], style: Style) -> list[Pair]:

@@ -44,10 +44,9 @@ def test_every_symbol_is_one_character_of_the_alphabet(world):
     assert set(text) <= set(edit_world.ALPHABET)
 
 
-def test_the_paper_tiers_and_the_tokenizer_of_the_world_agree():
-    (block,) = [t for n, t in configs.read_yaml("configs/tiny/data.yaml")["tokenizer"]["tokenizer"].items() if n == "world"] or [None]
-    if block:
-        assert block["alphabet"] == edit_world.ALPHABET
+def test_the_tokenizer_of_the_tiny_tier_knows_the_world():
+    block = configs.read_yaml("configs/tiny/data.yaml")["tokenizer"]["tokenizer"]["world"]
+    assert block["alphabet"] == edit_world.ALPHABET
 
 
 def test_edited_protected_and_held_out_facts_do_not_meet(world):
@@ -70,7 +69,9 @@ def test_training_documents_state_every_fact_under_both_names_in_every_split(wor
     for split in ("train", "validation", "test"):
         facts = [r["prompt"] + r["answer"] for r in rows if r["split"] == split and r["family"] == "facts"]
         assert len(facts) == len(set(facts)) == 64 * 4 * 2
-    sums = {s: {r["prompt"] + r["answer"] for r in rows if r["split"] == s and r["family"] == "addition"} for s in ("train", "test")}
+    sums = {
+        s: {r["prompt"] + r["answer"] for r in rows if r["split"] == s and r["family"] == "addition"} for s in ("train", "test")
+    }
     assert not sums["train"] & sums["test"] and sums["test"]
     value = {c: i for i, c in enumerate(edit_world.RESIDUES)}
     assert all((value[t[0]] + value[t[2]]) % 23 == value[t[4]] for s in sums.values() for t in s)
@@ -117,7 +118,13 @@ def test_countries_give_counterfactuals_of_the_same_relation(tmp_path, wheel):
     rows = edits_of(one)
     known = edit_countries.facts([record(n, i) for i, n in enumerate(COUNTRIES)])
     subjects = {r["subject"] for r in rows}
-    assert len(subjects) == 7 and [r["id"].split("-")[0] for r in rows[:5]] == ["capital", "language", "region", "currency", "capital"]
+    assert len(subjects) == 7 and [r["id"].split("-")[0] for r in rows[:5]] == [
+        "capital",
+        "language",
+        "region",
+        "currency",
+        "capital",
+    ]
     for row in rows:
         relation = row["id"].split("-")[0]
         prompt, paraphrases = edit_countries.TEMPLATES[relation]
@@ -134,7 +141,11 @@ def test_countries_give_counterfactuals_of_the_same_relation(tmp_path, wheel):
 
 def test_too_many_edits_are_one_sentence(tmp_path, wheel):
     for kind, values, sentence in (
-        ("countries", {"count": 8, "wheel": PIN}, "10 countries have all of capital, .*, count is 8 and three must stay; lower count"),
+        (
+            "countries",
+            {"count": 8, "wheel": PIN},
+            "10 countries have all of capital, .*, count is 8 and three must stay; lower count",
+        ),
         ("world", {"count": 9, "subjects": 8}, "count 9 is above subjects 8"),
         ("refusals", {"count": 99}, "count 99 is above the 16 requests that there are"),
     ):
