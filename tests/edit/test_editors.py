@@ -10,8 +10,8 @@ import torch
 from posttrain.core.determinism import derive
 from posttrain.core.errors import UserError
 from posttrain.edit import editors, kfac, layers, least_squares
-from posttrain.edit.edits import Edit, Row
 from posttrain.edit.editors import Settings, edit
+from posttrain.edit.edits import Edit, Row
 from posttrain.edit.encoding import edit_loss, encode
 from posttrain.edit.projector import projectors
 
