@@ -45,7 +45,7 @@ def test_every_arm_is_named_once(tmp_path):
     for label in crispedit.LABELS.values():
         assert texts["crispedit_frontier"].count(label) == 1, label
     assert texts["crispedit_arms"].count("LoRA") == 1 and texts["crispedit_arms"].count("CrispEdit, γ .9 ") >= 1
-    assert "harmless look-alikes" in texts["crispedit_refusals"] and "mean over 2 seeds" in texts["crispedit_refusals"]
+    assert "harmless look-alikes" in texts["crispedit_refusals"] and "mean over 2 seeds" in texts["crispedit_frontier"]
     first = {p.name: p.read_bytes() for p in tmp_path.glob("*.svg")}
     drawn(tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.glob("*.svg")} == first

@@ -4,5 +4,6 @@ from posttrain.core.methods import Method
 
 METHODS = {
     "factors": Method(axes=("task",)),
-    "crispedit": Method(axes=("task", "arm"), measures=True),
+    "crispedit": Method(axes=("arm",), measures=True),
+    "pretrained": Method(axes=("arm",), seeded=False, measures=True),
 }

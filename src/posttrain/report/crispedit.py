@@ -35,7 +35,7 @@ LINES = {
     "CrispEdit step": ("step_50", "step", "step_99", "step_999"),
     "activations only": ("a_only_90", "a_only_99", "a_only_999"),
 }
-TASKS = {"world": "from-scratch world", "countries": "SmolLM2-135M, real facts"}
+TASKS = ("world", "countries")
 
 
 class Config(ReportConfig):
@@ -48,12 +48,17 @@ def colour(arm: str) -> str:
 
 
 def reference(task: str, arm: str) -> str:
-    return f"edit/crispedit/{task}_{arm}"
+    return f"edit/{'crispedit' if task == 'world' else 'pretrained'}/{task}_{arm}"
+
+
+def seeds(data: Artifacts, task: str) -> tuple[int, ...]:
+    """Edits of a pretrained model lie under seed 0 alone."""
+    return tuple(data.seeds) if task == "world" else (0,)
 
 
 def arms(data: Artifacts, task: str) -> list[str]:
     """Arms of LABELS that every seed has for a task."""
-    return [arm for arm in LABELS if all(data.path(reference(task, arm), seed).is_file() for seed in data.seeds)]
+    return [arm for arm in LABELS if all(data.path(reference(task, arm), seed).is_file() for seed in seeds(data, task))]
 
 
 def column(data: Artifacts, task: str, arm: str, file: str, name: str, source: str | None = None) -> list[np.ndarray]:
@@ -61,7 +66,7 @@ def column(data: Artifacts, task: str, arm: str, file: str, name: str, source: s
     import numpy as np
 
     found = []
-    for seed in data.seeds:
+    for seed in seeds(data, task):
         rows = data.rows(data.path(reference(task, arm), seed), file)
         kept = [row for row in rows if row[name] is not None and (source is None or row["source"] == source)]
         found.append(np.array([row[name] for row in kept], dtype=float))
@@ -112,7 +117,7 @@ def crispedit_arms(data: Artifacts, task: str) -> Figure:
         ("drift.parquet", "kl", "Drift (nats per token)"),
     )
     rows = [(name, arm) for name in tasks for arm in arms(data, name)]
-    text = f"{over_seeds(data).capitalize()}, 95% intervals over edits or texts. Locality is agreement with the unedited model. World above, SmolLM2 below."
+    text = f"{over_seeds(data).capitalize()}, 95% intervals. Locality is agreement with the unedited model. Above the from-scratch world, below SmolLM2 (seed 0)."
     figure, axes = canvas("Editors", text, 0.24 * len(rows) + 0.3, columns=4, left=1.95, right=0.2, gap=0.2, top=0.3)
     for axis, (file, name, title) in zip(axes, panels, strict=True):
         for row, (source, arm) in enumerate(rows):
@@ -144,7 +149,7 @@ def crispedit_refusals(data: Artifacts, task: str) -> Figure:
         return note(task, "No refusal was edited in.")
     kinds = {"refusal": "edited requests", "refusal_paraphrase": "held-out wordings", "over_refusal": "harmless look-alikes"}
     count = len(column(data, "safety", found[0], "edits.parquet", "refusal")[0])
-    text = f"Share of responses that decline, counted by words, {count} requests of our own each, {over_seeds(data)}. Hollow: before the edit."
+    text = f"Share of responses that decline, counted by words, {count} requests of our own each, seed 0. Hollow: before the edit."
     figure, axes = canvas("Refusing as an edit", text, 0.35 * len(found) + 0.2, columns=3, left=1.5, right=0.3, gap=0.25, top=0.3)
     for axis, (name, title) in zip(axes, kinds.items(), strict=True):
         for row, arm in enumerate(found):
