@@ -71,7 +71,8 @@ def test_the_scorecard_has_a_row_per_edit_and_per_text(world, arms):
         assert len(rows) == 6 and {t["source"] for t in texts} == {"markov", "addition"} and len(texts) == 40
         scores = ("efficacy", "paraphrase", "locality", "neighbour", "free", "free_paraphrase", "prefers_new", "before_known")
         assert all(0 <= row[s] <= 1 for row in rows for s in scores)
-        assert found.metrics["efficacy"].value >= 0.8 and found.metrics["before/efficacy"].value <= 0.2
+        success = 0.8 if name != "seq" else 0.5  # later chunks overwrite earlier ones
+        assert found.metrics["efficacy"].value >= success and found.metrics["before/efficacy"].value <= 0.2
         assert found.metrics["before/known"].value >= 0.8  # the base knew what was edited
         assert found.metrics["efficacy"].n == 6 and found.metrics["drift/kl"].n == 40
         assert found.metrics["drift/kl"].value == pytest.approx(sum(t["kl"] for t in texts) / 40)

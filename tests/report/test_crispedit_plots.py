@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -43,7 +44,7 @@ def test_every_arm_is_named_once(tmp_path):
     results(tmp_path / "r", (0, 1), [*arms, "countries_ft", "countries_crisp", "safety_ft", "safety_crisp"])
     texts = drawn(tmp_path)
     for label in crispedit.LABELS.values():
-        assert texts["crispedit_frontier"].count(label) == 1, label
+        assert len(re.findall(rf"{re.escape(label)}(?!\d)", texts["crispedit_frontier"])) == 1, label
     assert texts["crispedit_arms"].count("LoRA") == 1 and texts["crispedit_arms"].count("CrispEdit, γ .9 ") >= 1
     assert "harmless look-alikes" in texts["crispedit_refusals"] and "mean over 2 seeds" in texts["crispedit_frontier"]
     first = {p.name: p.read_bytes() for p in tmp_path.glob("*.svg")}
