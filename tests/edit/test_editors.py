@@ -176,6 +176,9 @@ def test_sequential_editing_merges_the_factors_of_each_chunk_over_whole_sequence
     sizes = [sum(len(r) - 1 for r in part) for part in (whole[:2], whole[2:4])]
     assert merged == [(n, sizes[0]), (n + sizes[0], sizes[1])]
     computed.clear()
+    edit(model, tokenizer, ROWS, Settings(**more | {"refresh": 1e-9, "epochs": 1, "batch": 2}), texts=texts)  # after every step
+    assert computed == [texts, texts, whole[:2], texts + whole[:2], whole[2:4], texts + whole[:4]]
+    computed.clear()
     edit(model, tokenizer, ROWS, Settings(sequential="mix", **more), texts=texts)
     assert computed == [texts, texts + whole[:2], texts + whole[:4]]
 

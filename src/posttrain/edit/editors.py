@@ -215,18 +215,21 @@ def _gradient(model, pairs, pad, settings: Settings, chosen, guard: Protection, 
         {name: layer.weight for name, layer in chosen.items()}, adam(settings), guard.projectors(), settings.projection
     )
 
+    done: list[list[int]] = []  # edits of the chunks before, whole sequences
+
     def look() -> None:
         can = settings.projection != "none" and settings.refresh is not None and guard.texts
         if can and optimizer.moved() > settings.refresh:
-            optimizer.refresh(guard.renewed())
+            optimizer.refresh(guard.renewed(*done))
 
     size = settings.chunk or len(pairs)
     for start in range(0, len(pairs), size):
         fit(model, pairs[start : start + size], pad, settings, seed, stats, optimizer.step, look)
         if settings.projection == "none" or start + size >= len(pairs):
             continue
-        done = [p.head + p.tail for p in pairs[: start + size]]
-        renewed = guard.renewed(*done) if settings.sequential == "mix" else guard.merged(done[start:])
+        chunk = [p.head + p.tail for p in pairs[start : start + size]]
+        done += chunk
+        renewed = guard.renewed(*done) if settings.sequential == "mix" else guard.merged(chunk)
         optimizer.refresh(renewed)
     stats.projecting = optimizer.seconds
 

@@ -149,7 +149,9 @@ def crispedit_refusals(data: Artifacts, task: str) -> Figure:
         return note(task, "No refusal was edited in.")
     kinds = {"refusal": "edited requests", "refusal_paraphrase": "held-out wordings", "over_refusal": "harmless look-alikes"}
     count = len(column(data, "safety", found[0], "edits.parquet", "refusal")[0])
-    text = f"Share of responses that decline, counted by words, {count} requests of our own each, seed 0. Hollow: before the edit."
+    text = (
+        f"Share of responses that decline, counted by words, {count} requests of our own each, seed 0. Hollow: before the edit."
+    )
     figure, axes = canvas("Refusing as an edit", text, 0.35 * len(found) + 0.2, columns=3, left=1.5, right=0.3, gap=0.25, top=0.3)
     for axis, (name, title) in zip(axes, kinds.items(), strict=True):
         for row, arm in enumerate(found):
