@@ -191,7 +191,8 @@ def projector_cost(sizes: tuple[int, ...] = (16, 24, 32, 48, 64), gamma: float =
         project = projectors(factors, gamma)[0]["l"]
         free = timed(lambda project=project, q=q: project(q), 21)
         eigen = timed(lambda a=a, s=s: (spectrum(a), spectrum(s)), 1 if d > 500 else 5)
-        held = sum(t.numel() * t.element_size() for t in (project.rows, project.columns, project.pairs) if t is not None)
+        kept = (project.rows, project.columns, *(pairs for _, _, pairs in project.steps))
+        held = sum(t.numel() * t.element_size() for t in kept)
         row = {"d": d, "free": free, "eigen": eigen, "held": held}
         if d in sizes:  # the dense one is d^2 x d^2
             dense = torch.stack([project(e.view(d, d)).flatten() for e in torch.eye(d * d)])

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.edit import layers, measure
 from posttrain.edit.encoding import Pair
-from posttrain.edit.measure import agreement, drift, exact, forced, generate, normal, refuses, stops, token_kl, wild
+from posttrain.edit.measure import agreement, begins, drift, exact, forced, generate, normal, refuses, stops, token_kl, wild
 
 
 def net(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -99,6 +99,8 @@ def test_wild_rule_and_exact_match():
     assert wild("  Paris. It is big") == "Paris" and wild("Paris\nRome") == "Paris" and wild("Paris") == "Paris"
     assert normal("The  Hague, a city!") == "hague city"
     assert exact(" the Paris.", "Paris") and not exact("Paris Paris", "Paris") and not exact("Paris is big", "Paris")
+    assert begins(" Oslo, and so on.", "Oslo") and begins("New York City", "new york") and not begins("Oslovia", "Oslo")
+    assert not begins("It is Oslo", "Oslo") and not begins("Oslo", ".")
     assert exact("U", "u") and not exact("", "Paris")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import UserError
 from posttrain.edit.kfac import Factors
-from posttrain.edit.projector import ProjectedOptimizer, corners, orthonormal, projectors, spectrum, threshold
+from posttrain.edit.projector import ProjectedOptimizer, corners, orthonormal, projectors, spectrum, staircase, threshold
 
 DO, DI = 4, 5
 GAMMAS = (0.1, 0.5, 0.9, 0.99)
@@ -191,6 +191,17 @@ def test_corners_are_a_partition():
         outside = (blocked if subtract else ~blocked).clone()
         outside[rows, columns] = False
         assert not outside.any()
+
+
+def test_the_staircase_is_covered_once_and_cheaply():
+    values = torch.outer(torch.arange(1, 41).double() ** -1.5, torch.arange(1, 61).double() ** -1.5)
+    for from_first in (True, False):
+        pairs = values > 2e-3 if from_first else (values > 2e-3).flip(0, 1)
+        pairs = pairs[pairs.any(1)][:, pairs.any(0)]
+        covered = torch.zeros_like(pairs, dtype=torch.long)
+        for rows, columns in staircase(pairs, from_first):
+            covered[rows, columns] += 1
+        assert covered.max() == 1 and (covered[pairs] == 1).all() and covered.sum() < 0.6 * pairs.numel()
 
 
 # --- optimisers -------------------------------------------------------------------------------------------------

@@ -121,6 +121,12 @@ def exact(text: str, target: str) -> bool:
     return normal(wild(text)) == normal(wild(target))
 
 
+def begins(text: str, target: str) -> bool:
+    """Whether a free answer begins with the target, in whole words: a base model goes on after an answer that is right."""
+    words, wanted = normal(wild(text)).split(), normal(wild(target)).split()
+    return bool(wanted) and words[: len(wanted)] == wanted
+
+
 REFUSAL = re.compile(
     r"\b(i(?:'|’)?m sorry|i am sorry|i apologi[sz]e|i can(?:'|’)?t|i cannot|i can not|i won(?:'|’)?t|i will not|i(?:'|’)?m unable|"
     r"i am unable|i(?:'|’)?m not able|i am not able|not able to help|cannot (?:help|assist)|can(?:'|’)?t (?:help|assist))\b",

@@ -66,19 +66,40 @@ class Projector:
         """rows: some columns of U_S, [do, r] (None: all of them, which then need not be known); columns: some of U_A, [di, c];
         pairs: bool [r, c]; subtract: the pairs are blocked and their part is taken off, otherwise they are what is left."""
         self.rows, self.columns, self.subtract = rows, columns, subtract
-        self.pairs = None if bool(pairs.all()) else pairs.to(columns.dtype)
         self.empty = not pairs.any()
+        self.steps = [] if self.empty else [(r, c, pairs[r, c].to(columns.dtype)) for r, c in staircase(pairs, subtract)]
 
     def __call__(self, q: Tensor) -> Tensor:
         """Q_proj [do, di] in Q's dtype. Exactly Q if nothing is blocked and exactly 0 if everything is: rounding noise in place
         of 0 would be blown up to full steps by Adam."""
+        import torch
+
         if self.empty:
             return q if self.subtract else q.new_zeros(q.shape)
         wide = q.to(self.columns.dtype)
-        part = wide @ self.columns if self.rows is None else self.rows.T @ wide @ self.columns
-        part = part if self.pairs is None else part * self.pairs
-        part = part @ self.columns.T if self.rows is None else self.rows @ part @ self.columns.T
+        left = wide if self.rows is None else self.rows.T @ wide
+        out = torch.empty_like(left)
+        for r, c, pairs in self.steps:
+            if self.rows is None:  # one row of pairs holds for all rows of Q
+                out = (left @ self.columns[:, c]) * pairs @ self.columns[:, c].T
+            else:
+                torch.mm((left[r] @ self.columns[:, c]) * pairs, self.columns[:, c].T, out=out[r])
+        part = out if self.rows is None else self.rows @ out
         return (wide - part if self.subtract else part).to(q.dtype)
+
+
+def staircase(pairs: Tensor, from_first: bool) -> list[tuple[slice, slice]]:
+    """Blocks (rows, columns) that hold every True of a staircase [r, c]: groups of 1, 1, 2, 4, ... rows, counted from the row
+    with the most of them, each with its own columns. Products over the blocks cost about the area of the staircase, which is
+    far below r * c: a few rows need most columns, most rows a few."""
+    r, found, start, size = pairs.shape[0], [], 0, 1
+    while start < r:
+        stop = min(start + size, r)
+        rows = slice(start, stop) if from_first else slice(r - stop, r - start)
+        columns = pairs[rows].any(0).nonzero()
+        found.append((rows, slice(int(columns[0]), int(columns[-1]) + 1)))
+        size, start = max(size, start), stop
+    return found
 
 
 def corners(blocked: Tensor) -> tuple[slice, slice, bool]:

@@ -124,6 +124,7 @@ class Questions:
             "locality": kept("locality"),
             "neighbour": kept("neighbour"),
             "free": float(measure.exact(free["free"], edit.target)),
+            "free_start": float(measure.begins(free["free"], edit.target)),
             "free_paraphrase": float(measure.exact(free["free_paraphrase"], edit.target)) if "free_paraphrase" in free else None,
         }
         if self.job.preferences:
