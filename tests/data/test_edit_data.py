@@ -65,6 +65,11 @@ def test_edited_protected_and_held_out_facts_do_not_meet(world):
         assert e["target"] != e["gold"] and all(p[2] == e["prompt"][2] and p[:2] != e["subject"] for p, _ in e["neighbours"])
 
 
+def test_the_new_object_is_never_the_old_one(monkeypatch):
+    monkeypatch.setattr(edit_world, "OBJECTS", "xy")
+    assert all(e["target"] != e["gold"] for e in edit_world.build(0, 40, 40)[2])
+
+
 def test_training_documents_state_every_fact_under_both_names_in_every_split(world):
     rows = tables.read(world.folder / "items.parquet")
     for split in ("train", "validation", "test"):

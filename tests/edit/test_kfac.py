@@ -78,6 +78,11 @@ def test_gradients_are_those_of_the_summed_loss():
                 logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
                 values.append(torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum").item())
                 handle.remove()
+            seen = {}
+            handle = layer.register_forward_hook(lambda _m, i, _o, seen=seen: seen.update(a=i[0]))
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+            handle.remove()
+            assert torch.allclose(found[name][0][position], seen["a"][0, position])
             slope = (values[0] - values[1]) / 2e-3
             assert found[name][1][position, unit].item() == pytest.approx(slope, rel=2e-3, abs=1e-5)
 

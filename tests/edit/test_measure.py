@@ -90,6 +90,18 @@ def test_teacher_forcing_against_one_by_one(small):
         assert answer.logprob == pytest.approx(logits.log_softmax(-1)[range(len(labels)), labels].mean().item(), abs=1e-5)
 
 
+def test_padding_does_not_shift_positions_that_are_absolute():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=12, n_positions=16, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5)
+    ).eval()
+    pairs = [Pair([2, 3, 4, 5, 6], [7]), Pair([8], [9])]
+    together, alone = forced(model, pairs, 0), [forced(model, [p], 0)[0] for p in pairs]
+    assert [a.logprob for a in together] == pytest.approx([a.logprob for a in alone], abs=1e-5)
+
+
 def test_locality_is_agreement_with_the_model_before():
     one, two = measure.Answer((1, 2), 0.0, -9.0), measure.Answer((1, 3), 1.0, -0.1)
     assert agreement(one, one) == 1.0 and agreement(one, two) == 0.5  # being right has no part in it

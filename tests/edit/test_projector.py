@@ -44,9 +44,9 @@ def dense(found: Factors, gamma: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("seed", range(5))
-def test_matrix_free_is_dense(gamma, seed):
-    found, q = factors(seed), random(DO, DI, seed=seed)
+@pytest.mark.parametrize(("seed", "do", "di"), [*((s, DO, DI) for s in range(5)), (5, 9, 11), (6, 12, 7)])
+def test_matrix_free_is_dense(gamma, seed, do, di):
+    found, q = factors(seed, do, di), random(do, di, seed=seed)
     expected = dense(found, gamma) @ q.flatten()
     assert (projector(found, gamma)(q).flatten() - expected).abs().max() < 1e-10
 
@@ -83,6 +83,11 @@ def test_hand_case_of_the_threshold():
     values = torch.outer(torch.tensor([3.0, 1.0]), torch.tensor([4.0, 1.0])).double()
     for gamma, star in ((0.0, 12), (0.5, 12), (0.6, 12), (0.61, 4), (0.8, 4), (0.81, 3), (0.95, 3), (0.96, 1), (1.0, 1)):
         assert threshold(values, gamma) == star, gamma
+
+
+def test_gamma_one_blocks_what_the_sum_no_longer_feels():
+    values = torch.tensor([1e20, 1.0, 0.0], dtype=torch.float64)
+    assert threshold(values, 1.0) == 1.0 and threshold(values, 0.999) == 1e20
 
 
 def test_ties_are_blocked_together():
