@@ -28,7 +28,7 @@ from posttrain.core.errors import UserError, nearest
 from posttrain.core.manifest import NAME
 from posttrain.core.methods import Method, Resources
 
-STAGES = ("data", "base", "midtrain", "sft", "rl", "evaluate", "report")
+STAGES = ("data", "base", "midtrain", "sft", "rl", "distill", "edit", "evaluate", "report")
 REVISIONS = "revisions.yaml"  # of a tier: {hub repo: commit}, written by `make pin`, fills a revision that a block leaves out
 
 
