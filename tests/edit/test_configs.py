@@ -41,7 +41,10 @@ def test_every_block_is_a_configuration(tier, tmp_path):
             configs.validate(module.Config, {"output": tmp_path / "manifest.json", **values}, f"{path}: {method}.{name}")
 
 
-@pytest.mark.parametrize(("tier", "tasks"), [("tiny", ("world", "countries", "safety")), ("paper", ("llama3", "qwen25"))])
+@pytest.mark.parametrize(("tier", "tasks"), [
+        ("tiny", ("world", "codes", "countries", "safety")),
+        ("paper", ("zsre", "zsre10k", "counterfact", "wikibigedit", "qwen25")),
+    ])
 def test_arms_of_a_task_share_everything_but_the_editor(tier, tasks):
     found = configs.read_yaml(f"configs/{tier}/edit.yaml")
     arms = {name: block for method in ("crispedit", "pretrained") for name, block in found.get(method, {}).get("arm", {}).items()}
