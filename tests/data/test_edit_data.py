@@ -172,3 +172,67 @@ def test_refusals_have_a_held_out_paraphrase_and_a_harmless_look_alike(tmp_path)
     assert len(read(one.folder / "edits.jsonl")) == 16
     main(few := job(tmp_path / "few", "refusals", count=5))
     assert len(edits_of(few)) == 5
+
+
+# --- codes of capitals, and a user's own file -----------------------------------------------------------------
+
+
+@pytest.fixture
+def capitals(tmp_path):
+    """A facts manifest of eight capitals."""
+    path = tmp_path / "data" / "facts" / "capitals" / "seed0" / "manifest.json"
+    path.parent.mkdir(parents=True)
+    facts = [
+        {"capital": f"{n}ville", "code": f"{n[0]}X", "region": ("Asia", "Africa")[i % 2]} for i, n in enumerate(COUNTRIES[:8])
+    ]
+    file = tables.write(facts, path.parent / "facts.parquet")
+    manifest.publish(Config(output=path, kind="refusals"), {"facts": 8}, [file])
+    return path, {f["capital"]: f for f in facts}
+
+
+def test_codes_are_counterfactual_and_what_must_stay_is_not_edited(tmp_path, capitals):
+    path, known = capitals
+    one = job(tmp_path, "codes", count=5, facts=path)
+    main(one)
+    rows = edits_of(one)
+    subjects = {row["subject"] for row in rows}
+    assert len(subjects) == 5 == len(read(one.folder / "edits.jsonl"))
+    for row in rows:
+        own = known[row["subject"]]
+        assert row["prompt"] == f"{row['subject']} " and row["paraphrases"] == [f"{row['subject']}?<think>"]
+        assert row["gold"] == own["code"] != row["target"] in {fact["code"] for fact in known.values()}
+        ((prompt, region),) = row["locality"]
+        asked = [(prompt.split()[0], region, "region"), *((p.strip(), code, "code") for p, code in row["neighbours"])]
+        assert len({name for name, _, _ in asked}) == 3
+        assert all(name not in subjects and known[name][column] == answer for name, answer, column in asked)
+    with pytest.raises(UserError, match=r"there are 8 facts, count is 6 and three must stay; lower count"):
+        main(job(tmp_path / "more", "codes", count=6, facts=path))
+    with pytest.raises(ValueError, match="kind codes and facts belong together"):
+        job(tmp_path / "none", "codes")
+
+
+def test_a_file_of_your_own_is_kept_as_it_is(tmp_path):
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"subject": "Peru", "prompt": "The capital of Peru is", "target": "Oslo"}\n\n', encoding="utf-8")
+    one = job(tmp_path, "file", file=str(mine))
+    main(one)
+    assert (one.folder / "edits.jsonl").read_bytes() == mine.read_bytes()
+    assert manifest.read(one.output).card == {"file": str(mine)}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, r"mine\.jsonl: No such file or directory; put your edits there, or correct `file` in data\.yaml"),
+        (b" \n", r"mine\.jsonl holds no edits; give at least one"),
+        (b"{\xff}", r"mine\.jsonl: byte 1 is not UTF-8; save the file as UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_taken_is_one_sentence(tmp_path, content, sentence):
+    mine = tmp_path / "mine.jsonl"
+    if content is not None:
+        mine.write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        main(job(tmp_path, "file", file=str(mine)))
+    with pytest.raises(ValueError, match="kind file and file belong together"):
+        job(tmp_path / "none", "file")

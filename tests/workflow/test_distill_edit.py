@@ -123,7 +123,10 @@ def test_the_ledger_measures_what_the_tier_has_and_says_what_it_lacks(project):
         rows = {(row["method"], row["claim"]): row for row in csv.DictReader(stream)}
     assert rows["tail_kd", "forward_kl"]["n"] == "2" and rows["tail_kd", "cost"]["n"] == "3"
     assert rows["tail_kd", "supervised"]["n"] == "8" and rows["crispedit", "edit_success"]["n"] == "4"
-    assert rows["crispedit", "over_lora"]["verdict"] == "not testable here" and "world_lora" in rows["crispedit", "over_lora"]["reason"]
+    assert (
+        rows["crispedit", "over_lora"]["verdict"] == "not testable here"
+        and "world_lora" in rows["crispedit", "over_lora"]["reason"]
+    )
     # a handful of steps writes nothing in, so what is kept beside it says nothing
     moot = rows["crispedit", "drift_half_of_ft"]
     assert moot["verdict"] == "not testable here" and "not written in" in moot["reason"]
