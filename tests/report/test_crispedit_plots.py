@@ -41,11 +41,14 @@ def drawn(tmp_path, seeds=(0, 1)) -> dict[str, str]:
 
 def test_every_arm_is_named_once(tmp_path):
     arms = [f"world_{name}" for name in crispedit.LABELS]
-    results(tmp_path / "r", (0, 1), [*arms, "countries_ft", "countries_crisp", "safety_ft", "safety_crisp"])
+    results(
+        tmp_path / "r", (0, 1), [*arms, "codes_ft", "codes_crisp", "countries_ft", "countries_crisp", "safety_ft", "safety_crisp"]
+    )
     texts = drawn(tmp_path)
     for label in crispedit.LABELS.values():
         assert len(re.findall(rf"{re.escape(label)}(?!\d)", texts["crispedit_frontier"])) == 1, label
-    assert texts["crispedit_arms"].count("LoRA") == 1 and texts["crispedit_arms"].count("CrispEdit, γ .9 ") >= 1
+    assert texts["crispedit_arms"].count("LoRA") == 1 and texts["crispedit_arms"].count("fine-tuning") == 3
+    assert "From above: a from-scratch world, a mid-trained model, SmolLM2 (seed 0)." in texts["crispedit_arms"]
     assert "harmless look-alikes" in texts["crispedit_refusals"] and "mean over 2 seeds" in texts["crispedit_frontier"]
     first = {p.name: p.read_bytes() for p in tmp_path.glob("*.svg")}
     drawn(tmp_path)
@@ -56,7 +59,9 @@ def test_what_is_missing_is_said(tmp_path):
     (tmp_path / "r").mkdir()
     texts = drawn(tmp_path)
     assert "No edit of the from-scratch world was made." in texts["crispedit_frontier"]
-    assert "Nothing was edited." in texts["crispedit_arms"] and "No refusal was edited in." in texts["crispedit_refusals"]
+    assert (
+        "No arm of these plots was run." in texts["crispedit_arms"] and "No refusal was edited in." in texts["crispedit_refusals"]
+    )
     results(tmp_path / "r", (0,), ["world_ft", "world_crisp"])
     assert crispedit.arms(
         Artifacts(crispedit.Config(output=tmp_path / "x", root=tmp_path / "r", seeds=(0,), arms=("a",), tasks=("t",))), "world"

@@ -23,19 +23,31 @@ LABELS = {  # arm -> name on the plot; the family before the first comma has one
     "step": "CrispEdit step, γ .9",
     "step_99": "CrispEdit step, γ .99",
     "step_999": "CrispEdit step, γ .999",
+    "a_only_70": "activations only, γ .7",
     "a_only_90": "activations only, γ .9",
     "a_only_99": "activations only, γ .99",
     "a_only_999": "activations only, γ .999",
     "lora": "LoRA",
     "least_squares": "least squares",
     "seq": "CrispEdit-Seq, γ .9",
+    "seq_mix": "CrispEdit-Seq, recomputed",
 }
 FAMILIES = tuple(dict.fromkeys(label.split(",")[0] for label in LABELS.values()))
 LINES = {
     "CrispEdit step": ("step_50", "step", "step_99", "step_999"),
     "activations only": ("a_only_90", "a_only_99", "a_only_999"),
 }
-TASKS = ("world", "countries")
+TASKS = {  # task -> what is edited; those of SEEDED have a model of each seed
+    "world": "a from-scratch world",
+    "codes": "a mid-trained model",
+    "countries": "SmolLM2 (seed 0)",
+    "zsre": "ZsRE",
+    "counterfact": "CounterFact",
+    "wikibigedit": "WikiBigEdit",
+    "zsre10k": "ZsRE, 10,000 edits",
+    "qwen25": "ZsRE, Qwen2.5",
+}
+SEEDED = ("world", "codes")
 
 
 class Config(ReportConfig):
@@ -48,12 +60,12 @@ def colour(arm: str) -> str:
 
 
 def reference(task: str, arm: str) -> str:
-    return f"edit/{'crispedit' if task == 'world' else 'pretrained'}/{task}_{arm}"
+    return f"edit/{'crispedit' if task in SEEDED else 'pretrained'}/{task}_{arm}"
 
 
 def seeds(data: Artifacts, task: str) -> tuple[int, ...]:
     """Edits of a pretrained model lie under seed 0 alone."""
-    return tuple(data.seeds) if task == "world" else (0,)
+    return tuple(data.seeds) if task in SEEDED else (0,)
 
 
 def arms(data: Artifacts, task: str) -> list[str]:
@@ -109,7 +121,7 @@ def crispedit_arms(data: Artifacts, task: str) -> Figure:
     """Efficacy, paraphrase, locality and drift of every arm, a block per task."""
     tasks = [name for name in TASKS if arms(data, name)]
     if not tasks:
-        return note(task, "Nothing was edited.")
+        return note(task, "No arm of these plots was run.")
     panels = (
         ("edits.parquet", "free", "Free answer right"),
         ("edits.parquet", "paraphrase", "Paraphrase"),
@@ -117,7 +129,7 @@ def crispedit_arms(data: Artifacts, task: str) -> Figure:
         ("drift.parquet", "kl", "Drift (nats per token)"),
     )
     rows = [(name, arm) for name in tasks for arm in arms(data, name)]
-    text = f"{over_seeds(data).capitalize()}, 95% intervals. Locality is agreement with the unedited model. Above the from-scratch world, below SmolLM2 (seed 0)."
+    text = f"{over_seeds(data).capitalize()}, 95% intervals. Locality is agreement with the unedited model. γ as edit.yaml has it where none is given. From above: {', '.join(TASKS[name] for name in tasks)}."
     figure, axes = canvas("Editors", text, 0.24 * len(rows) + 0.3, columns=4, left=1.95, right=0.2, gap=0.2, top=0.3)
     for axis, (file, name, title) in zip(axes, panels, strict=True):
         for row, (source, arm) in enumerate(rows):
@@ -130,15 +142,15 @@ def crispedit_arms(data: Artifacts, task: str) -> Figure:
             axis.plot([low, high], [row, row], color=colour(arm), linewidth=1.5)
             axis.plot(estimate, row, "o", color=colour(arm), markersize=5)
         axis.set(ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)))
-        axis.set_yticklabels([LABELS[arm] for _, arm in rows] if axis is axes[0] else [], fontsize=8)
+        axis.set_yticklabels([LABELS[arm].removesuffix(", γ .9") for _, arm in rows] if axis is axes[0] else [], fontsize=8)
         axis.set_title(title, fontsize=SMALL, loc="left", color=INK)
         axis.grid(axis="y", visible=False)
         if name == "kl":
             axis.set_xscale("log")
         else:
             axis.set_xlim(-0.03, 1.03)
-        if len(tasks) > 1:
-            axis.axhline(len(arms(data, tasks[0])) - 0.5, color=MUTED, linewidth=0.8)
+        for count in range(1, len(tasks)):
+            axis.axhline(sum(len(arms(data, name)) for name in tasks[:count]) - 0.5, color=MUTED, linewidth=0.8)
     return figure
 
 
