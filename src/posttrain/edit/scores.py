@@ -176,6 +176,7 @@ def drift_table(
         "drift/kl_per_token": manifest.Metric(value=sum(d.kl * d.tokens for d in found) / total, n=total),
         "drift/loss_before": manifest.metric([row["loss_before"] for row in table]),
         "drift/loss_after": manifest.metric([row["loss_after"] for row in table]),
+        "drift/loss_change": manifest.metric([row["loss_change"] for row in table]),
     }
     sources = sorted({t.source for t in held})
     for source in sources if len(sources) > 1 else ():

@@ -26,7 +26,6 @@ LABELS = {  # arm -> name on the plot; the family before the first comma has one
     "a_only_70": "activations only, γ .7",
     "a_only_90": "activations only, γ .9",
     "a_only_99": "activations only, γ .99",
-    "a_only_999": "activations only, γ .999",
     "lora": "LoRA",
     "least_squares": "least squares",
     "seq": "CrispEdit-Seq, γ .9",
@@ -35,7 +34,7 @@ LABELS = {  # arm -> name on the plot; the family before the first comma has one
 FAMILIES = tuple(dict.fromkeys(label.split(",")[0] for label in LABELS.values()))
 LINES = {
     "CrispEdit step": ("step_50", "step", "step_99", "step_999"),
-    "activations only": ("a_only_90", "a_only_99", "a_only_999"),
+    "activations only": ("a_only_90", "a_only_99"),
 }
 TASKS = {  # task -> what is edited; those of SEEDED have a model of each seed
     "world": "a from-scratch world",
