@@ -42,6 +42,8 @@ def colour(arm: str) -> str:
     """The same for an arm in every plot; no teacher is grey."""
     if arm == "clm":
         return MUTED
+    if arm == "kd_weight3":
+        return COLOURS[3]
     return COLOURS[0] if arm.startswith("kd") else COLOURS[1] if arm.startswith("tad") else COLOURS[2]
 
 
@@ -148,7 +150,7 @@ def tail_kd_ranks(data: Artifacts, task: str) -> Figure:
         ends.append((places[-1], ratio[-1], ARMS[arm], colour(arm)))
     axis.axhline(1, color=MUTED, linewidth=0.8)
     axis.set(xscale="log", yscale="log", xlabel="Rank of the token for the teacher", ylabel="Student's mass / teacher's")
-    ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8) if axis.get_ylim()[0] <= t <= axis.get_ylim()[1]]
+    ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64) if axis.get_ylim()[0] <= t <= axis.get_ylim()[1]]
     axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
     _label_log(axis, ends, height)
@@ -189,8 +191,8 @@ def tail_kd_text(data: Artifacts, task: str) -> Figure:
             pairs = zip(values(arm, name), values("kd", name), strict=True)
             estimate, low, high = bootstrap([a - b for a, b in pairs], resamples=1000)
             place = row + 0.22 * (shift - (len(others) - 1) / 2)
-            axes[0].plot([low, high], [place, place], color=COLOURS[shift + 1], linewidth=1.4)
-            axes[0].plot(estimate, place, "o", color=COLOURS[shift + 1], markersize=4, label=ARMS[arm] if row == 0 else None)
+            axes[0].plot([low, high], [place, place], color=colour(arm), linewidth=1.4)
+            axes[0].plot(estimate, place, "o", color=colour(arm), markersize=4, label=ARMS[arm] if row == 0 else None)
     axes[0].axvline(0, color=MUTED, linewidth=0.8)
     axes[0].set_yticks(range(len(names)), names.values())
     axes[0].set(ylim=(len(names) - 0.5, -0.5), xlabel="Minus plain KL (nats)")
@@ -200,9 +202,8 @@ def tail_kd_text(data: Artifacts, task: str) -> Figure:
     for arm in found:
         curve = data.curve(f"distill/tail_kd/{TASK}-{arm}", "fixed/kl")
         if curve is not None:
-            ink = COLOURS[others.index(arm) + 1] if arm in others else colour(arm)
-            axes[1].plot(curve[0], curve[1].mean(0), color=ink, linewidth=1.8)
-            ends.append((curve[0][-1], curve[1].mean(0)[-1], ARMS[arm], ink))
+            axes[1].plot(curve[0], curve[1].mean(0), color=colour(arm), linewidth=1.8)
+            ends.append((curve[0][-1], curve[1].mean(0)[-1], ARMS[arm], colour(arm)))
     axes[1].set(xlabel="Step", ylabel="KL (nats)")
     label_ends(axes[1], ends, height)
     return figure
