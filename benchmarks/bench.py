@@ -167,8 +167,163 @@ def stream_time(tokens: int = 1_000_000) -> dict:
     }
 
 
+DISTILL = """
+import resource, sys, time
+import torch
+from posttrain.core import determinism, models
+from posttrain.distill import divergences
+from posttrain.distill.formulas import Divergence
+
+determinism.setup(0)
+vocabulary, rows, length, repeats = 49_152, 4, 128, int(sys.argv[1])
+tokenizer = type("T", (), {"__len__": lambda self: vocabulary, "eos_token_id": 1, "pad_token_id": 0})()
+teacher, student = (models.scratch(models.Shape(hidden=h, layers=4, heads=4, intermediate=3 * h), tokenizer) for h in (256, 128))
+ids = torch.randint(vocabulary, (rows, length))
+labels, mask = torch.randint(vocabulary, (rows, length)), torch.ones(rows, length, dtype=torch.bool)
+arms = {"kl": Divergence(kind="kl"), "tad": Divergence(k=10, beta=2.0)}
+
+def step(name):
+    with torch.no_grad():
+        target = teacher(ids, use_cache=False).logits
+    logits = student(ids, use_cache=False).logits
+    if name == "torch":  # as it is usually written
+        lt, ls = target.log_softmax(-1), logits.log_softmax(-1)
+        loss = torch.nn.functional.kl_div(ls, lt, log_target=True, reduction="sum")
+        loss = (loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")) / mask.sum()
+    else:
+        loss = divergences.loss(target, logits, mask, arms[name], labels=labels, ce_weight=1.0)[0].sum() / mask.sum()
+    loss.backward()
+    student.zero_grad()
+
+names = sys.argv[2].split(",")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+times = {name: [] for name in names}
+for repeat in range(repeats):
+    for name in names:
+        began = time.process_time()
+        step(name)
+        times[name].append(time.process_time() - began)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(peak, *(sorted(times[name][repeats > 1:])[len(times[name][repeats > 1:]) // 2] for name in names))
+"""
+
+
+def distill_cost() -> list[dict]:
+    """(g) a training step of TAD over one of plain KL at a vocabulary of 49,152: core time in one process, peak memory in two."""
+
+    def run(repeats: int, names: str) -> list[float]:
+        words = [sys.executable, "-c", DISTILL, str(repeats), names]
+        return [
+            float(x) for x in subprocess.run(words, check=True, capture_output=True, text=True, env=ENVIRONMENT).stdout.split()
+        ]
+
+    _, kl, tad, usual = run(9, "kl,tad,torch")
+    (kl_peak, _), (tad_peak, _), (usual_peak, _) = (run(1, name) for name in ("kl", "tad", "torch"))
+    return [
+        {
+            "what": "a distillation step of TAD over plain KL at V = 49,152",
+            "ratio": tad / kl,
+            "measured": f"{tad / kl:.2f}x ({tad / usual:.2f}x of KL as torch's own functions compute it)",
+            "goal": "<= 1.1x",
+        },
+        {
+            "what": "peak memory of that step over plain KL, beyond the models",
+            "ratio": tad_peak / kl_peak,
+            "measured": f"{tad_peak / kl_peak:.2f}x ({tad_peak / usual_peak:.2f}x of KL by torch's own functions)",
+            "goal": "<= 1.1x",
+        },
+    ]
+
+
+def projector_cost(sizes: tuple[int, ...] = (16, 24, 32, 48, 64), gamma: float = 0.9) -> list[dict]:
+    """(h) CrispEdit's projection of a d x d gradient without and with the dense projector: time and bytes held, by size, and
+    against the eigendecompositions that it rests on."""
+    import torch
+
+    from posttrain.edit.kfac import Factors
+    from posttrain.edit.projector import projectors, spectrum
+
+    def timed(work, repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    generator, rows = torch.Generator().manual_seed(0), []
+    for d in (*sizes, 512, 1024):
+        a, s = (x.T @ x / d for x in torch.randn(2, d, d, generator=generator, dtype=torch.float64))
+        q = torch.randn(d, d, generator=generator)
+        factors = Factors({"l": a}, {"l": s}, 1)
+        project = projectors(factors, gamma)[0]["l"]
+        free = timed(lambda project=project, q=q: project(q), 21)
+        eigen = timed(lambda a=a, s=s: (spectrum(a), spectrum(s)), 1 if d > 500 else 5)
+        kept = (project.rows, project.columns, *(pairs for _, _, pairs in project.steps))
+        held = sum(t.numel() * t.element_size() for t in kept)
+        row = {"d": d, "free": free, "eigen": eigen, "held": held}
+        if d in sizes:  # the dense one is d^2 x d^2
+            dense = torch.stack([project(e.view(d, d)).flatten() for e in torch.eye(d * d)])
+            row |= {
+                "dense": timed(lambda dense=dense, q=q: dense @ q.flatten(), 21),
+                "dense_held": dense.numel() * dense.element_size(),
+            }
+        rows.append(row)
+    last = next(row for row in rows if row["d"] == sizes[-1])
+    by_size = ", ".join(f"d={r['d']} {r['dense'] / r['free']:.1f}x" for r in rows if "dense" in r)
+    large = rows[-1]
+    return [
+        {
+            "what": f"time of the dense projection of a {last['d']} x {last['d']} gradient over the matrix-free one",
+            "ratio": last["dense"] / last["free"],
+            "measured": f"{by_size}; memory {last['dense_held'] / last['held']:.0f}x at d={last['d']}",
+            "goal": ">= 1x",
+        },
+        {
+            "what": f"matrix-free projections of a {large['d']} x {large['d']} gradient that cost as much as the eigendecompositions",
+            "ratio": large["eigen"] / large["free"],
+            "measured": f"{large['eigen'] / large['free']:.0f} (projection {1000 * large['free']:.0f} ms, eigendecompositions "
+            f"{large['eigen']:.2f} s, {large['held'] / 2**20:.0f} MiB held)",
+            "goal": "for information",
+        },
+    ]
+
+
+def edit_step_time(steps: int = 12, texts: int = 6) -> dict:
+    """(i) a step of CrispEdit's edit phase over one of plain fine-tuning, SmolLM2, the same batches in turn."""
+    from posttrain.core import determinism, models
+    from posttrain.edit import editors, kfac, layers
+    from posttrain.edit.edits import Edit, Row
+
+    determinism.setup(0)
+    start = RESULTS / "base/packaged/smollm2/seed0/manifest.json"
+    model, tokenizer = models.load(start), models.load_tokenizer(start)
+    words = ("Peru", "Chad", "Oman", "Iran", "Fiji", "Cuba", "Mali", "Laos", "Togo", "Niue", "Guam", "Iraq")
+    rows = [Row(Edit(id=w, subject=w, prompt=f"The capital of {w} is", target="Oslo"), w) for w in words]
+    names = ("model.layers.1[345].mlp.down_proj",)
+    chosen = layers.choose(model, names)
+    factors = kfac.accumulate(model, chosen, [tokenizer("A sentence about nothing at all. " * 6)["input_ids"]] * texts)
+    original, seconds = layers.copies(chosen), {}
+    for _ in range(2):  # the first round warms up
+        for projection in ("none", "grad"):
+            common = {"layers": names, "gamma": 0.9, "refresh": None, "skip_below": 0.0, "stop_below": 0.0}
+            settings = editors.Settings(projection=projection, epochs=steps // 2, **common)
+            stats = editors.edit(model, tokenizer, rows, settings, factors=factors, texts=[[1, 2]])
+            seconds[projection] = statistics.median(stats.step_seconds)
+            for name, layer in chosen.items():
+                layer.weight.data.copy_(original[name])
+    ratio = seconds["grad"] / seconds["none"]
+    return {
+        "what": "step of CrispEdit's edit phase over plain fine-tuning (SmolLM2, three layers, 12 edits)",
+        "ratio": ratio,
+        "measured": f"{ratio:.2f}x ({seconds['none']:.2f} s a step without projection)",
+        "goal": "<= 1.2x",
+    }
+
+
 def main() -> None:
-    entries = [help_time(), trainer_time(), outside_share(), *dry_run_time(), pear_time(), stream_time()]
+    entries = [help_time(), trainer_time(), outside_share(), *dry_run_time(), pear_time(), stream_time(), *distill_cost()]
+    entries += [*projector_cost(), edit_step_time()]
     found = {"command": "make bench", "packages": manifest.packages(), "cores": len(os.sched_getaffinity(0)), "entries": entries}
     Path("benchmarks/results.json").write_text(json.dumps(found, indent=1) + "\n")
     for entry in entries:

@@ -59,6 +59,8 @@ grpo:
   task:
     two_style: {task: data/tasks/two_style}
 """,
+    "distill": "",
+    "edit": "",
     "evaluate": """
 reasoning:
   task:

@@ -45,6 +45,7 @@ def test_asks_for_models_and_data_sets_and_the_study_reads_the_answer(folder):
     assert study(folder).config("base", "hub", ("qwen25_1b5",), seed=0, inputs={}).revision is None
     new = pin.pin(study(folder), api)
     assert ("Qwen/Qwen2.5-1.5B", "model") in api.asked and ("PrimeIntellect/SYNTHETIC-2", "dataset") in api.asked
+    assert ("sail/regmix-data", "dataset") in api.asked  # what students are distilled on
     assert set(new) == {repo for repo, _ in api.asked} and len(api.asked) == len(set(api.asked))
     found = study(folder)
     assert found.config("base", "hub", ("qwen25_1b5",), seed=0, inputs={}).revision == "a" * 40

@@ -166,6 +166,24 @@ def test_grpo_is_rollouts_and_training():
     assert job.memory.engine == 0
 
 
+def test_distillation_is_a_student_and_a_forward_pass_of_its_teacher():
+    """1.2 B student cut from Qwen1.5-1.8B: 7,630 steps of 256 rows of 1,024 tokens on 8 cards."""
+    found = plan.Plan(Study({"tier": "paper"}))
+    teacher = hardware("paper").models["Qwen/Qwen1.5-1.8B"]
+    shape, tokens = teacher.model_copy(update={"layers": 12}), 7630 * 256 * 1024
+    assert found.shape("distill/tail_kd/qwen_1b2-tad") == shape
+    alone, tad = (found.estimate(f"distill/tail_kd/qwen_1b2-{arm}") for arm in ("clm", "tad"))
+    assert alone.tokens == tad.tokens == tokens
+    forward = (2 * teacher.parameters + 2 * 1024 * 2048 * 24) * tokens / (8 * 989.4e12 * 0.35)
+    training = (8 * shape.parameters + 4 * 2 * 1024 * 2048 * 12) * tokens / (8 * 989.4e12 * 0.35)
+    assert alone.seconds == pytest.approx(training) and tad.seconds == pytest.approx(training + forward)
+    assert tad.memory.parameters - alone.memory.parameters == pytest.approx(2 * teacher.parameters)  # bfloat16, not sharded
+    rows = 256 // (8 * 4)
+    assert tad.memory.activations - alone.memory.activations == pytest.approx(2 * rows * 1024 * teacher.vocab)
+    supervised = found.shape("distill/tail_kd/reasoning-tad")
+    assert supervised == hardware("paper").models["Qwen/Qwen3-1.7B-Base"]
+
+
 # --- the table ---
 
 
@@ -180,6 +198,24 @@ def test_scratch_shapes_come_from_the_configuration():
 def test_every_tier_has_a_plan_that_fits(tier):
     text = plan.render(plan.Plan(Study({"tier": tier, "seeds": [0, 1]})))
     assert "6 N D" in text and "do not fit" not in text and "above hours" not in text
+
+
+def test_what_a_job_without_a_seed_reads_is_counted_once():
+    """Edits of a pretrained model lie under seed 0; those of a world are read by every seed."""
+    jobs = plan.Plan(Study({"tier": "tiny", "seeds": [0, 1, 2]})).jobs()
+    assert jobs["edit/pretrained/countries_crisp"] == jobs["edit/factors/countries"] == jobs["data/edits/countries"] == 1
+    assert jobs["edit/crispedit/world_crisp"] == jobs["data/edits/world"] == 3
+
+
+def test_says_which_files_of_the_users_own_are_not_there(monkeypatch, tmp_path):
+    study = Study({"tier": "paper"})
+    wanted = ("zsre", "zsre10k", "counterfact", "wikibigedit")
+    (tmp_path / "data/edit").mkdir(parents=True)
+    (tmp_path / "data/edit/zsre10k.json").write_text("[]")
+    found = plan.Plan(study)
+    monkeypatch.chdir(tmp_path)
+    missing = [f"data/edits ({n}): data/edit/{n}.json does not exist; put your edits there" for n in wanted if n != "zsre10k"]
+    assert [text.removesuffix(" before the study starts.") for text in plan.absent(found)] == missing
 
 
 @pytest.mark.parametrize("tier", ["small", "paper"])

@@ -24,12 +24,14 @@ activations (one micro-batch of s sequences)
   ZeRO 3: + 2 min(N, stage3_max_live_parameters) for parameters that are gathered
   jobs that do not train: logits of one micro-batch, 2 s T V w
   assumed: scoring of traces and validation hold the logits of one longest sequence at a time
+  distillation: + s T V w for the logits of the teacher, whose w parameters lie whole on every card
 KV cache = 2 L k w s T: rollouts or samples at once; GRPO: at least what its KL estimate, after training, needs beyond the
   trainer's states: result and start in float32 (8 N bytes) and the samples
 engine = the share of the card that vLLM takes in the trainer's process
 peak = parameters + gradients + optimizer + engine + max(activations, KV cache): a trainer generates and trains in turn
   not counted: CUDA context, communication buffers, fragmentation
 FLOPs: training 6 N D, with gradient checkpointing 8 N D; forward or generation 2 N D
+  distillation: one forward pass of the teacher beside the student's training, unless the arm has none
   attention adds 2 T q L per token forward, 3 times that for training, 4 times with gradient checkpointing
   GRPO: rollouts, one forward and backward; with vLLM one more forward (importance ratios), with beta > 0 one more
 GPU-hours = FLOPs / (peak FLOP/s x utilisation) / 3600; queueing, loading and saving are not in it"""

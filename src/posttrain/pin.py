@@ -29,8 +29,11 @@ def repositories(study: Study) -> dict[str, tuple[str, str | None]]:
             job = study.config(stage, method, (name,), seed=0, inputs={}, placeholder=True)
             if job.repo is not None and (job.revision is None or job.repo not in found):
                 found[job.repo] = (kind, job.revision)
-    for name in study.names("midtrain", "prism", "model"):
-        job = study.config("midtrain", "prism", (name,), seed=0, inputs={}, placeholder=True)
+    streams = [("midtrain", "prism", (name,)) for name in study.names("midtrain", "prism", "model")]
+    arms = study.names("distill", "tail_kd", "arm")[:1]  # a stream belongs to the task, not to the arm
+    streams += [("distill", "tail_kd", (task, arm)) for task in study.names("distill", "tail_kd", "task") for arm in arms]
+    for stage, method, values in streams:
+        job = study.config(stage, method, values, seed=0, inputs={}, placeholder=True)
         for source in job.stream.sources.values() if job.stream else ():
             if source.repo is not None and (source.revision is None or source.repo not in found):
                 found[source.repo] = ("dataset", source.revision)

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from posttrain.core import config as configs
@@ -88,17 +89,19 @@ class Plan:
 
     def jobs(self) -> dict[str, int]:
         """{reference: jobs} of everything that `all` builds, seeds counted, in the order of the stages."""
-        queue = self.study.measurements()
-        seen: dict[str, int] = {}
+        queue = [(reference, frozenset(self.study.seeds)) for reference in self.study.measurements()]
+        seen: dict[str, set[int]] = {}
         while queue:
-            reference = queue.pop()
-            if reference not in seen:
-                stage, method, _ = reference.split("/")
-                seen[reference] = len(self.study.seeds) if methods(stage)[method].seeded else 1
-                for value in self.inputs(reference).values():
-                    queue += value.values() if isinstance(value, dict) else [value]
+            reference, seeds = queue.pop()
+            stage, method, _ = reference.split("/")
+            seeds = seeds if methods(stage)[method].seeded else frozenset([0])
+            if seeds <= seen.setdefault(reference, set()):
+                continue
+            seen[reference] |= seeds
+            for value in self.inputs(reference).values():  # what a job without a seed reads, it reads of seed 0
+                queue += [(one, seeds) for one in (value.values() if isinstance(value, dict) else [value])]
         order = [f"{stage}/{method}" for stage in STAGES for method in methods(stage)]
-        return {r: seen[r] for r in sorted(seen, key=lambda r: (order.index(r.rpartition("/")[0]), r))}
+        return {r: len(seen[r]) for r in sorted(seen, key=lambda r: (order.index(r.rpartition("/")[0]), r))}
 
     def job(self, reference: str) -> JobConfig:
         stage, method, variant = reference.split("/")
@@ -108,7 +111,14 @@ class Plan:
         """Shape of the model that a job writes."""
         stage, method, _ = reference.split("/")
         if stage != "base":
-            return self.shape(self.inputs(reference)["start"])
+            inputs, job = self.inputs(reference), self.job(reference)
+            if stage == "distill" and job.shape:  # a student from scratch, or cut from its teacher
+                teacher = self.shape(inputs["teacher"])
+                groups = teacher.heads // teacher.kv_heads if job.student == "cut" else 1
+                own = job.shape.model_dump(exclude={"context"}) | {"kv_heads": job.shape.heads // groups}
+                like = {"tied": True, "bias": False, "qk_norm": False} if job.student == "scratch" else {}
+                return teacher.model_copy(update=own | {"head_dim": None} | like)
+            return self.shape(inputs["start"] if "start" in inputs else inputs["model"])
         if method == "scratch":
             shape: Shape = self.job(reference).shape
             tokenizer = self.job(self.inputs(reference)["tokenizer"])
@@ -168,6 +178,25 @@ class Plan:
 
     def _midtrain_prism(self, reference: str, job: Any, cards: int) -> Estimate:
         return self._base_scratch(reference, job, cards)  # all tokens are targets, too
+
+    def _distill_tail_kd(self, reference: str, job: Any, cards: int) -> Estimate:
+        inputs, shape = self.inputs(reference), self.shape(reference)
+        teacher = self.shape(inputs["teacher"])
+        length = min(job.length, self.trace_length(inputs["traces"])) if "traces" in inputs else job.length
+        tokens = job.steps * job.batch_size * length
+        memory, seconds = training_memory(shape, job, cards, length, length), self._train(shape, job, cards, length, tokens)
+        if job.divergence.kind != "none" and "statistics" not in inputs:  # the teacher, whole on every card
+            width = 2 if job.teacher_dtype == "bfloat16" else 4
+            rows = max(1, job.batch_size // (cards * job.accumulation))
+            logits = rows * length * teacher.vocab * width
+            memory = replace(
+                memory,
+                parameters=memory.parameters + width * teacher.parameters,
+                activations=memory.activations + logits,
+            )
+            forward = self._forward(teacher, length, tokens, "forward", cards, job.teacher_dtype)
+            seconds = seconds + forward if seconds and forward else None
+        return Estimate(memory, tokens, seconds)
 
     def _sft_train(self, reference: str, job: Any, cards: int) -> Estimate:
         shape, length = self.shape(reference), min(job.max_length, self.trace_length(self.inputs(reference)["traces"]))
@@ -264,9 +293,19 @@ def warnings(plan: Plan, kind: str, of: str, found: Estimate, resources: Resourc
     return result
 
 
+def absent(plan: Plan) -> list[str]:
+    """Files of a user's own that the tier names and that are not there yet."""
+    study, found = plan.study, []
+    for name in study.names("data", "edits", "edits"):
+        job = study.config("data", "edits", (name,), seed=0, inputs={}, placeholder=True)
+        if job.file and not Path(job.file).is_file():
+            found.append(f"data/edits ({name}): {job.file} does not exist; put your edits there before the study starts.")
+    return found
+
+
 def table(plan: Plan) -> tuple[list[list[str]], float, list[str]]:
     """Rows of text under COLUMNS, GPU-hours in all, and warnings."""
-    rows, total, notes = [], 0.0, []
+    rows, total, notes = [], 0.0, absent(plan)
     for (kind, of), (count, found) in grouped(plan).items():
         resources = plan.study.resources(*kind.split("/"))
         cards = resources.nodes * resources.gpus

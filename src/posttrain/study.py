@@ -25,10 +25,10 @@ from posttrain.core import tracking
 from posttrain.core.codes import code_digest
 from posttrain.core.config import JobConfig, Model, key
 from posttrain.core.errors import UserError, nearest
-from posttrain.core.manifest import NAME
+from posttrain.core.manifest import NAME, sha256
 from posttrain.core.methods import Method, Resources
 
-STAGES = ("data", "base", "midtrain", "sft", "rl", "evaluate", "report")
+STAGES = ("data", "base", "midtrain", "sft", "rl", "distill", "edit", "evaluate", "report")
 REVISIONS = "revisions.yaml"  # of a tier: {hub repo: commit}, written by `make pin`, fills a revision that a block leaves out
 
 
@@ -271,6 +271,9 @@ class Study:
         found = {name: value for name, value in configs.settings(job).items() if name != "seed"}
         if name := found.get("deepspeed"):  # the file's content, not only its name
             found["deepspeed"] = configs.read_yaml(self.folder.parent / "deepspeed" / f"{name}.json")
+        if (stage, method) == ("data", "edits") and found.get("file"):  # a user's own edits, when they change
+            path = Path(found["file"])
+            found["file"] = [found["file"], sha256(path) if path.is_file() else "missing"]
         return configs.canonical(found)
 
     def runtime_flags(self, stage: str, method: str, values: Iterable[str]) -> str:

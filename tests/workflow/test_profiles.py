@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain.study import Study
+
 ROOT = Path(__file__).parents[2]
 TIERS = sorted(p.name for p in (ROOT / "configs").iterdir() if (p / "data.yaml").exists())
 
@@ -48,6 +50,13 @@ def test_slurm_profile_does_not_clamp_threads_and_explains_every_key():
     for i, line in enumerate(lines):
         if re.match(r"^[a-z]", line):
             assert "#" in line or lines[i - 1].lstrip().startswith("#"), f"no reason given for: {line}"
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_rule_with_gpus_has_a_line_for_its_partition(tier, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines = yaml.safe_load((ROOT / "profiles/slurm/profile.yaml").read_text())["set-resources"]
+    assert {name.replace("/", "_") for name in Study({"tier": tier}).cards()} <= set(lines)
 
 
 def test_rules_log_and_explain_themselves():

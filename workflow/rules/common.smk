@@ -52,6 +52,9 @@ wildcard_constraints:
     arm=r"[a-z0-9_]+",
     start=r"[a-z0-9_]+",
     checkpoint=r"[a-z0-9_]+",
+    source=r"[a-z0-9_]+",
+    study=r"[a-z0-9_]+",
+    edits=r"[a-z0-9_]+",
 
 
 def launched(module, arguments="{params.flags} {resources.flags}"):

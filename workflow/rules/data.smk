@@ -143,3 +143,27 @@ rule data_domains:
         "Generate reasoning domains: {wildcards.task} (seed {wildcards.seed})"
     shell:
         launched("posttrain.data.domains")
+
+
+rule data_edits:
+    input:
+        unpack(inputs_of("data", "edits")),
+    output:
+        manifest=manifest_of("data", "edits"),
+    log:
+        beside("logs", "data", "edits", "log"),
+    benchmark:
+        beside("benchmarks/jobs", "data", "edits", "tsv")
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: study.resources("data", "edits").threads
+    resources:
+        **allocation("data", "edits"),
+    params:
+        flags=flags_of("data", "edits"),
+        settings=settings_of("data", "edits"),
+        code=study.code("data", "edits"),
+    message:
+        "Make edits: {wildcards.edits} (seed {wildcards.seed})"
+    shell:
+        launched("posttrain.data.edits")

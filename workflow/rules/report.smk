@@ -7,6 +7,8 @@ ARMS = canonical(study.arms)
 MEASURED = canonical(explained(study.measurements))
 # Methods with a section of their own on the page: those that this tier has.
 METHODS = [name for name in ("prism", "d3") if name in study.sections["midtrain"]]
+METHODS += ["tail_kd"] if study.sections["distill"] else []
+METHODS += ["crispedit"] if study.sections["edit"] else []
 METHOD_PLOTS = [plot for name in METHODS for plot in SECTIONS[name]]
 PLOTS = ["rl_curves", "before_after", "rank_reversal", "weights", "retention"]
 
@@ -205,6 +207,91 @@ rule d3_plots:
             "posttrain.report.d3",
             "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
             " --tasks {params.tasks:q} --output {output.d3_graph:q}",
+        )
+
+
+rule tail_kd_plots:
+    input:
+        of_method("distill", "known"),
+        of_method("distill", "grid"),
+        of_method("distill", "tail_kd"),
+    output:
+        **{
+            name: report(
+                f"{ROOT}/report/{name}.svg",
+                caption="../report/plots.rst",
+                category="TAD",
+                labels={"plot": title},
+            )
+            for name, title in SECTIONS["tail_kd"].items()
+        },
+    log:
+        f"logs/{study.tier}/report/tail_kd_plots.log",
+    benchmark:
+        f"benchmarks/jobs/{study.tier}/report/tail_kd_plots.tsv"
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: 1
+    resources:
+        nodes=1,
+        gpu=0,
+        mem_mb=2000,
+        runtime=20,
+    params:
+        root=lambda wildcards, output: str(Path(output.tail_kd_arms).parents[1]),
+        seeds=SEEDS,
+        arms=ARMS,
+        tasks=canonical(study.tasks),
+        code=lambda wildcards: code_digest("posttrain.report.tail_kd"),
+    message:
+        "Draw TAD's plots"
+    shell:
+        launched(
+            "posttrain.report.tail_kd",
+            "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
+            " --tasks {params.tasks:q} --output {output.tail_kd_arms:q}",
+        )
+
+
+rule crispedit_plots:
+    input:
+        of_method("edit", "crispedit"),
+        of_method("edit", "pretrained"),
+    output:
+        **{
+            name: report(
+                f"{ROOT}/report/{name}.svg",
+                caption="../report/plots.rst",
+                category="CrispEdit",
+                labels={"plot": title},
+            )
+            for name, title in SECTIONS["crispedit"].items()
+        },
+    log:
+        f"logs/{study.tier}/report/crispedit_plots.log",
+    benchmark:
+        f"benchmarks/jobs/{study.tier}/report/crispedit_plots.tsv"
+    conda:
+        "../../envs/posttrain.yaml"
+    threads: 1
+    resources:
+        nodes=1,
+        gpu=0,
+        mem_mb=2000,
+        runtime=20,
+    params:
+        root=lambda wildcards, output: str(Path(output.crispedit_arms).parents[1]),
+        seeds=SEEDS,
+        arms=ARMS,
+        tasks=canonical(study.tasks),
+        code=lambda wildcards: code_digest("posttrain.report.crispedit"),
+    message:
+        "Draw CrispEdit's plots"
+    shell:
+        launched(
+            "posttrain.report.crispedit",
+            "--root {params.root:q} --seeds {params.seeds:q} --arms {params.arms:q}"
+            " --tasks {params.tasks:q} --output {output.crispedit_arms:q}",
         )
 
 

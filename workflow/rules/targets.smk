@@ -7,11 +7,15 @@ localrules:
     base,
     sft,
     rl,
+    distill,
+    edit,
     evaluate_all,
     pear,
     prism,
     d3,
     midtrain,
+    tail_kd,
+    crispedit,
 
 
 rule data:
@@ -20,6 +24,7 @@ rule data:
         of_method("data", "tasks"),
         of_method("data", "tokenizer"),
         of_method("data", "mix"),
+        of_method("data", "edits"),
     message:
         "All data are ready"
 
@@ -60,6 +65,22 @@ rule rl:
         "RL has run from the base and from every SFT arm"
 
 
+rule distill:
+    input:
+        of_method("distill", "known"),
+        of_method("distill", "tail_kd"),
+    message:
+        "Students are distilled"
+
+
+rule edit:
+    input:
+        of_method("edit", "crispedit"),
+        of_method("edit", "pretrained"),
+    message:
+        "Edits are made"
+
+
 rule evaluate_all:
     input:
         evaluations("reasoning"),
@@ -94,3 +115,23 @@ rule d3:
         of_method("midtrain", "d3"),
     message:
         "D3's comparison is complete: see {rules.claims.output.html}"
+
+
+rule tail_kd:
+    input:
+        of_method("distill", "known"),
+        of_method("distill", "grid"),
+        of_method("distill", "tail_kd"),
+        of_method("distill", "overhead"),
+    message:
+        "TAD's comparison is complete: see {rules.claims.output.html}"
+
+
+rule crispedit:
+    input:
+        of_method("edit", "crispedit"),
+        of_method("edit", "pretrained"),
+        evaluations("reasoning", lambda task, checkpoint: task == "crispedit"),
+        evaluations("retention", lambda task, checkpoint: task == "crispedit"),
+    message:
+        "CrispEdit's comparison is complete: see {rules.claims.output.html}"

@@ -9,4 +9,5 @@ METHODS = {
     "domains": Method(axes=("task",)),
     "tokenizer": Method(axes=("tokenizer",), seeded=False),
     "mix": Method(axes=("mix",)),
+    "edits": Method(axes=("edits",)),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-NAMES = {"pear": "PEAR", "prism": "PRISM", "d3": "D³"}
+NAMES = {"pear": "PEAR", "prism": "PRISM", "d3": "D³", "tail_kd": "TAD", "crispedit": "CrispEdit"}
 SECTIONS = {  # method -> plot -> title; each file holds one drawing, named after the method
     "prism": {
         "prism_retention": "Retention over mid-training",
@@ -16,5 +16,16 @@ SECTIONS = {  # method -> plot -> title; each file holds one drawing, named afte
         "d3_curves": "Loss over training by schedule",
         "d3_graph": "Influence graph and order",
         "d3_testbed": "Exact test bed",
+    },
+    "tail_kd": {
+        "tail_kd_arms": "Forward KL and tail mass by loss",
+        "tail_kd_ranks": "Probability by the teacher's rank",
+        "tail_kd_grid": "K against β",
+        "tail_kd_text": "Distillation on text",
+    },
+    "crispedit": {
+        "crispedit_frontier": "Capability drift against generality",
+        "crispedit_arms": "What each editor reaches and damages",
+        "crispedit_refusals": "Refusing as an edit",
     },
 }
