@@ -202,7 +202,7 @@ def test_codes_are_counterfactual_and_what_must_stay_is_not_edited(tmp_path, cit
         assert row["prompt"] == f"{row['subject']} " and row["paraphrases"] == [f"{row['subject']}?<think>"]
         assert row["gold"] == own["code"] != row["target"] in {fact["code"] for fact in known.values()}
         ((prompt, region),) = row["locality"]
-        asked = [(prompt.split()[0], region, "region"), *((p.strip(), code, "code") for p, code in row["neighbours"])]
+        asked = [(prompt.split()[0], region, "continent"), *((p.strip(), code, "code") for p, code in row["neighbours"])]
         assert len({name for name, _, _ in asked}) == 3
         assert all(name not in subjects and known[name][column] == answer for name, answer, column in asked)
     with pytest.raises(UserError, match=r"there are 8 facts, count is 6 and three must stay; lower count"):
