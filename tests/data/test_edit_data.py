@@ -182,9 +182,7 @@ def cities(tmp_path):
     """A facts manifest of eight cities."""
     path = tmp_path / "data" / "facts" / "cities" / "seed0" / "manifest.json"
     path.parent.mkdir(parents=True)
-    facts = [
-        {"city": f"{n}ville", "code": f"{n[0]}X", "continent": ("AS", "AF")[i % 2]} for i, n in enumerate(COUNTRIES[:8])
-    ]
+    facts = [{"city": f"{n}ville", "code": f"{n[0]}X", "continent": ("AS", "AF")[i % 2]} for i, n in enumerate(COUNTRIES[:8])]
     file = tables.write(facts, path.parent / "facts.parquet")
     manifest.publish(Config(output=path, kind="refusals"), {"facts": 8}, [file])
     return path, {f["city"]: f for f in facts}
