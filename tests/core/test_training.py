@@ -218,11 +218,24 @@ def test_loss_that_is_not_finite_stops_with_a_sentence(output, name, value):
 def test_history_holds_numbers_that_do_not_differ_between_runs(output):
     found = callback(job(output))
     found.on_log(
-        None, state(1), None, {"loss": 0.5, "learning_rate": 1e-3, "text": "x", "train_samples_per_second": 4.0, "step_time": 2.0}
+        None,
+        state(1),
+        None,
+        {
+            "loss": 0.5,
+            "learning_rate": 1e-3,
+            "text": "x",
+            "train_samples_per_second": 4.0,
+            "step_time": 2.0,
+            "held_out/times": 1.0,
+        },
     )
     found.on_log(None, state(1), None, {"train_runtime": 1.0, "train_loss": 0.5})
     found.on_log(None, state(2), None, None)
-    assert read_history(output.parent / "history.jsonl") == [{"step": 1, "loss": 0.5, "learning_rate": 1e-3}, {"step": 2}]
+    assert read_history(output.parent / "history.jsonl") == [
+        {"step": 1, "loss": 0.5, "learning_rate": 1e-3, "held_out/times": 1.0},
+        {"step": 2},
+    ]
 
 
 def test_time_limit_saves_and_stops(output, monkeypatch):

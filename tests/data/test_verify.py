@@ -162,6 +162,7 @@ TABLE = [
     ("think", "<think>1</think>3<think>2</think>3", "3", WRONG),  # two thoughts
     ("think", "<think>1</think><think>2</think>3", "3", WRONG),
     ("think", "<think>a<think>b</think>c</think>3", "3", WRONG),  # one inside the other
+    ("think", "<think><think>1</think>3", "3", WRONG),  # begun twice
     ("think", "<think>1</think>3</think>", "3", WRONG),
     ("think", "<think>1</think>3<think>", "3", WRONG),
     ("think", "<think>1</think>", "3", WRONG),

@@ -64,12 +64,20 @@ def measured(prism, model, mix: Path, length: int = 32, count: int = 16) -> dict
     tokenizer = models.load_tokenizer(prism.base)
     found = {}
     for source in manifest.read(mix).card["realised"]:
-        data = packed.rows(mix, "validation", length, tokenizer.pad_token_id, source=source)[:count]
+        data = packed.rows(mix, "validation", length, tokenizer, source=source)[:count]
         found[f"held_out/{source}"] = packed.held_out_loss(model, data)[0]
     from posttrain.core import tables
 
     right = packed.recall(model, tokenizer, tables.read(prism.facts.parent / "items.parquet"))
     return {**found, "fact_recall": sum(right) / len(right)}
+
+
+def test_mix_of_another_tokenizer_is_refused(prism, tmp_path):
+    """The ids of its rows would mean other text, with no error from any layer."""
+    tokenizer = models.load_tokenizer(prism.base)
+    tokenizer.add_tokens(["<other>"])
+    with pytest.raises(UserError, match="encoded with another tokenizer than the model's"):
+        packed.rows(prism.mix, "train", 32, tokenizer)
 
 
 def test_before_is_the_base_and_the_end_is_what_was_saved(prism, tmp_path):

@@ -86,7 +86,7 @@ def main(job: Config) -> None:
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=rows(job.mix, "train", job.length, tokenizer.pad_token_id),
+        train_dataset=rows(job.mix, "train", job.length, tokenizer),
         callbacks=[callback],
     )
     watch = stop_at_skill(model, tokenizer, job) if job.task else None
@@ -104,7 +104,7 @@ def main(job: Config) -> None:
     if not first:
         return
     model = models.place(models.read(job.folder / "model"))  # what was saved is measured, whole on this process
-    loss, count = held_out_loss(model, rows(job.mix, "validation", job.length, tokenizer.pad_token_id))
+    loss, count = held_out_loss(model, rows(job.mix, "validation", job.length, tokenizer))
     metrics = {"validation/loss": manifest.Metric(value=loss, n=count), "parameters": model.num_parameters()}
     if watch:
         metrics |= {"skill_at_stop": manifest.Metric(value=watch.reached, n=watch.looked_at), "steps": steps}

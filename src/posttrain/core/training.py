@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -24,6 +25,7 @@ from posttrain.core.receipts import job_digest
 from posttrain.core.tracking import Tracker
 
 MARKER = "complete.json"
+TIMED = re.compile(r"profiling/.*|(\w+_)?(step_time|runtime|\w*per_second)")  # log values that differ between equal runs
 Schedule = Literal[  # those that need no further arguments
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]  # fmt: skip
@@ -189,7 +191,7 @@ def make_callback(job: TrainingConfig, tracker: Tracker) -> Any:
                         f"(now {job.learning_rate}) or look at the batch before it. No result was written."
                     )
             if "train_runtime" not in values:  # the summary at the end holds times, which differ between runs
-                tracker.log(state.global_step, {k: v for k, v in values.items() if "time" not in k and "per_second" not in k})
+                tracker.log(state.global_step, {k: v for k, v in values.items() if not TIMED.fullmatch(k)})
 
         def on_step_end(self, args, state, control, **kwargs):
             if limit and state.global_step < state.max_steps and any_rank(time.time() - started > limit * 60):

@@ -117,6 +117,7 @@ def check(name: str, part: Part, documents: Sequence[list[int]], budget: int, sp
 
 def main(job: Config) -> None:
     from posttrain.core.models import load_tokenizer
+    from posttrain.data.packed import vocabulary
 
     if set(job.parts) != set(job.sources):
         raise UserError(f"--parts names {sorted(job.parts)}, --sources {sorted(job.sources)}; they must be the same.")
@@ -136,7 +137,7 @@ def main(job: Config) -> None:
                 metrics[f"tokens/{name}"] = budget
         metrics[f"tokens/{split}"] = sum(len(row["input_ids"]) for row in rows if row["split"] == split)
     file = tables.write(rows, job.folder / "documents.parquet")
-    manifest.publish(job, metrics, [file], card={"realised": card})
+    manifest.publish(job, metrics, [file], card={"realised": card, "vocabulary": vocabulary(tokenizer)})
 
 
 if __name__ == "__main__":

@@ -6,20 +6,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.core import tables
+from posttrain.core import manifest, tables
+from posttrain.core.config import digest
+from posttrain.core.errors import UserError
 from posttrain.data import packing
 
 
-def rows(mix: Path, split: str, length: int, pad: int, *, source: str | None = None, overlap: int = 0) -> list[dict]:
+def vocabulary(tokenizer: Any) -> str:
+    """Digest of which token has which id."""
+    return digest(tokenizer.get_vocab())[:16]
+
+
+def rows(mix: Path, split: str, length: int, tokenizer: Any, *, source: str | None = None, overlap: int = 0) -> list[dict]:
     """Packed rows of one split as a list of {input_ids, position_ids, labels}, each int64 [length]; of one source if named.
 
-    overlap: see :func:`posttrain.data.packing.pack`.
+    tokenizer: the model's; UserError if the mix was encoded with other ids. overlap: see :func:`posttrain.data.packing.pack`.
     """
     import torch
 
+    if manifest.read(mix).card["vocabulary"] != vocabulary(tokenizer):
+        raise UserError(
+            f"{mix} was encoded with another tokenizer than the model's; give the mix the tokenizer that the model starts from."
+        )
     filters = [("split", "=", split), *([("source", "=", source)] if source else [])]
     documents = [row["input_ids"] for row in tables.read(mix.parent / "documents.parquet", ["input_ids"], filters)]
-    packed = {name: torch.from_numpy(array) for name, array in packing.pack(documents, length, pad, overlap).items()}
+    packed = {
+        name: torch.from_numpy(array) for name, array in packing.pack(documents, length, tokenizer.pad_token_id, overlap).items()
+    }
     return [{name: array[i] for name, array in packed.items()} for i in range(len(packed["input_ids"]))]
 
 

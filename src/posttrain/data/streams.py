@@ -21,6 +21,7 @@ from posttrain.core.config import Model, digest, key
 from posttrain.core.determinism import derive
 from posttrain.core.errors import UserError
 from posttrain.data import packing
+from posttrain.data.packed import vocabulary
 from posttrain.data.stream_reader import Reader, beginning
 from posttrain.data.stream_sources import StreamSource, open_shards
 
@@ -85,7 +86,7 @@ class TokenStream:
                 f"the tokenizer {tokenizer.name_or_path} has no EOS token, which ends every document; choose another."
             )
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
-        self.settings = {**config.model_dump(mode="json"), "seed": seed, "vocabulary": digest(tokenizer.get_vocab())[:16]}
+        self.settings = {**config.model_dump(mode="json"), "seed": seed, "vocabulary": vocabulary(tokenizer)}
         begin = {"window": 0, "row": 0, "sources": {name: beginning() for name in sorted(config.sources)}}
         self._loaded = state_at({"settings": self.settings, "row": 0, "begin": begin, "end": begin, "counts": []}, 0)
         self._taken: tuple[dict[str, Any], int] | None = None  # (record, row) since the state was loaded

@@ -38,7 +38,7 @@ def extract(text: str, style: AnswerStyle) -> str | None:
 
 def _after_thought(text: str, *, gate: bool) -> str | None:
     before, mark, after = text.partition("</think>")
-    if gate and not (mark and before.lstrip().startswith("<think>")):
+    if gate and not (mark and before.lstrip().startswith("<think>") and before.count("<think>") == 1):
         return None
     answer = (after if mark else text).strip()
     return answer if answer and "<think>" not in answer and "</think>" not in answer else None

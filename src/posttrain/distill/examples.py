@@ -37,7 +37,7 @@ class Source(NamedTuple):
         path = next(p for p in self if p)
         manifest.read(path)
         if self.mix:
-            return packed.rows(path, split, length, tokenizer.pad_token_id)
+            return packed.rows(path, split, length, tokenizer)
         if self.task:
             items = tables.read(path.parent / "items.parquet", None, [("split", "=", split)])
             pairs = [chat.render(tokenizer, item["prompt"], item["demonstration"]) for item in items]

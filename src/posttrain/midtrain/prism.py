@@ -63,8 +63,7 @@ class Curve:
     def __init__(self, job: Config, tokenizer: Any) -> None:
         path = job.held_out or job.mix
         sources = sorted(manifest.read(path).card["realised"]) if path else []
-        pad = tokenizer.pad_token_id
-        self.rows = {s: rows(path, "validation", job.length, pad, source=s)[: job.measure_rows] for s in sources}
+        self.rows = {s: rows(path, "validation", job.length, tokenizer, source=s)[: job.measure_rows] for s in sources}
         self.questions = tables.read(job.facts.parent / "items.parquet") if job.facts else []
         self.tokenizer = tokenizer
 
@@ -104,7 +103,7 @@ def follow(curve: Curve, every: int) -> Any:
 def training_data(job: Config, tokenizer: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """(data set, callbacks that come before the one that seals checkpoints, further TrainingArguments)."""
     if job.mix:
-        return rows(job.mix, "train", job.length, tokenizer.pad_token_id, overlap=job.overlap), [], {}
+        return rows(job.mix, "train", job.length, tokenizer, overlap=job.overlap), [], {}
     from posttrain.data import stream_training
 
     stream = TokenStream(job.stream, tokenizer, determinism.derive(job.seed, "stream"))
