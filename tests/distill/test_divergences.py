@@ -207,6 +207,15 @@ def test_a_tail_of_one_token_has_no_shape(k):
         assert not numbers["kl2"].any()
 
 
+@pytest.mark.parametrize("k", [V, V + 5])
+def test_the_top_of_all_tokens_is_all(k):
+    t, s, mask, _ = example()
+    kl, gradient, _ = evaluate(t, s, mask, Divergence(kind="kl"))
+    value, found, numbers = evaluate(t, s, mask, Divergence(kind="topk_only", k=k), stats=True)
+    assert torch.allclose(value, kl, atol=1e-13) and torch.allclose(found, gradient, atol=1e-13)
+    assert not numbers["alpha_t"].any() and numbers["tail_share"].max() < 1e-14
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_shift_and_permutation_change_nothing(kind):
     """Oracle 7b."""

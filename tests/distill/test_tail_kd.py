@@ -133,6 +133,33 @@ def test_rows_are_measured_as_defined(world, arms):
     assert [r["tokens"] for r in own] == [r["tokens"] for r in table] and sum(b["student"] for b in buckets) == pytest.approx(1)
 
 
+def test_the_tails_share_of_the_gradient_is_that_of_autograd(world, arms):
+    """The same head for every divergence, kl too; TAD's own formula by autograd."""
+    tokenizer = models.load_tokenizer(world.base)
+    row = examples.Source(world.mix, None, None).rows("test", 32, tokenizer)[3]
+    frozen, model = models.load(world.base).eval(), models.read(arms.tad.folder / "model").eval()
+    with torch.no_grad():
+        t, s = (examples.logits_of(m, {n: v[None] for n, v in row.items()})[0, :-1].double() for m in (frozen, model))
+    at = row["labels"][1:] != -100
+    lt, s = t[at].log_softmax(-1), s[at].requires_grad_(True)
+    ls, top = s.log_softmax(-1), lt.topk(4, -1).indices
+    tail = torch.ones_like(lt).scatter_(-1, top, 0.0).bool()
+    at_, as_ = ((lp.exp() * tail).sum(-1) for lp in (lt, ls))
+    head = (lt.exp() * (lt - ls) * ~tail).sum(-1)
+    kl1 = head + at_ * (at_ / as_).log()
+    scaled = (lt.exp() * (lt - ls) * tail).sum(-1) - at_ * (at_ / as_).log()
+    beta = arms.tad.divergence.beta / at_.mean().detach()
+    (table,) = [tables.read(arms.tad.folder / "rows.parquet")[3]]
+    for name, value in (("tail_share", kl1 + beta * scaled), ("tail_share_kl", kl1 + scaled)):
+        energy = torch.autograd.grad(value.sum(), s, retain_graph=True)[0].square()
+        share = ((energy * tail).sum(-1) / energy.sum(-1)).mean()
+        assert table[name] == pytest.approx(float(share), rel=1e-3)
+    plain = tables.read(arms.kd.folder / "rows.parquet")[3]
+    assert plain["tail_share"] == plain["tail_share_kl"]
+    assert "tail_share" not in tables.read(arms.clm.folder / "rows.parquet")[3]
+    assert all("fixed/tail_share" in line for line in read_history(arms.kd.folder / "history.jsonl") if "fixed/kl" in line)
+
+
 def test_resume_after_an_interruption_gives_the_same_model_and_history(world, tmp_path, arms):
     with pytest.raises(TimeLimitReached, match="step 1 of 4"):
         run(world, tmp_path / "b", checkpoint_every=1, max_minutes=1e-9)
@@ -197,6 +224,11 @@ def test_supervised_rows(world, tmp_path):
     for row, one in zip(rows, stored, strict=True):  # `rows` are now those of the traces
         at = row["labels"] != -100
         assert row["input_ids"][~at].tolist() == one["prompt_ids"] and row["labels"][at].tolist() == one["response_ids"]
+    fewer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
+    with pytest.raises(
+        UserError, match=r"holds the token id \d+, and the student's tokenizer has 2 tokens; take traces of a model"
+    ):
+        source.rows("train", 32, fewer)
     batch = examples.collate([{n: v[:4] for n, v in rows[0].items()}, rows[1]], tokenizer.pad_token_id)
     assert batch["labels"][0, 4:].eq(-100).all() and batch["position_ids"][0, 3:6].tolist() == [3, 0, 1]
     one = run(world, tmp_path, mix=None, traces=world.traces, steps=2)
@@ -218,6 +250,16 @@ def test_a_student_is_cut_from_its_teacher(world, tmp_path):
     assert not torch.equal(got[mlp], have[mlp][:32, :16])
     determinism.setup(1)
     assert not torch.equal(student.cut(frozen, SMALL).state_dict()[mlp], got[mlp])
+    whole = Shape(
+        hidden=frozen.config.hidden_size,
+        layers=1,
+        heads=frozen.config.num_attention_heads,
+        intermediate=frozen.config.intermediate_size,
+        context=128,
+    )
+    shallow = student.cut(frozen, whole).state_dict()  # MLPs are random also where those of the teacher would fit
+    assert all(not torch.equal(v, have[n]) for n, v in shallow.items() if ".mlp." in n)
+    assert torch.equal(shallow["model.embed_tokens.weight"], have["model.embed_tokens.weight"])
     assert [student.layer_of(i, 3, 9) for i in range(3)] == [0, 4, 8] and student.layer_of(0, 1, 9) == 0
     size, frozen.config.head_dim = frozen.config.head_dim, None  # an architecture whose head size follows from the width
     with pytest.raises(UserError, match=r"hidden 16 over heads 2 is not the teacher's head size 16.*choose heads = 1"):

@@ -26,7 +26,7 @@ EDITOR |= {"factors"}
     ("tier", "tasks"),
     [
         ("tiny", ("world", "codes", "countries", "safety")),
-        ("paper", ("zsre", "zsre10k", "counterfact", "wikibigedit", "qwen25")),
+        ("paper", ("zsre", "zsre10k", "counterfact", "wikibigedit", "qwen25", "qwencf", "qwenwbe")),
     ],
 )
 def test_arms_of_a_task_share_everything_but_the_editor(tier, tasks):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from posttrain.core.errors import UserError
-from posttrain.edit.edits import Edit, Row, mentions, read
+from posttrain.edit.edits import Edit, Faults, Row, mentions, read
 from posttrain.edit.encoding import Pair, Style, encode, left_padded, subject_end
 from tests.checkpoints import tiny
 
@@ -115,6 +115,10 @@ def test_our_own_lines(tmp_path):
     ("record", "sentence"),
     [
         ({**OWN, "subject": "Chile"}, r"the subject 'Chile' does not stand in the prompt 'The capital of Peru is'"),
+        ({**OWN, "subject": " "}, r"the subject ' ' does not stand in the prompt"),
+        ({**OWN, "gold": "Oslo"}, r"the target 'Oslo' of 'The capital of Peru is' is what gold says as well"),
+        ({**OWN, "paraphrases": ["the  capital of Peru is "]}, r"is among its own paraphrases; delete it there"),
+        ({**OWN, "locality": [[OWN["prompt"], "Lima"]]}, r"of 'locality' is the prompt that .*edit 1 edits; delete it there"),
         ({**OWN, "target": "  "}, r"the target of 'The capital of Peru is' is empty"),
         ({**OWN, "promt": "x"}, r"'promt' is not a field of an edit; did you mean 'prompt'\?"),
         ({"subject": "Peru", "prompt": "Peru is"}, r"'target' is missing; every edit needs subject, prompt and target"),
@@ -152,6 +156,8 @@ def test_a_faulty_file_is_one_sentence(tmp_path, text, sentence):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"none\.jsonl does not exist; give a file of edits"):
         read(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory\); give a file of edits"):
+        read(tmp_path)
     (tmp_path / "l.jsonl").write_bytes(b'{"subject": "\xff"}')
     with pytest.raises(UserError, match=r"l\.jsonl: byte 13 is not UTF-8"):
         read(tmp_path / "l.jsonl")
@@ -166,9 +172,46 @@ def test_duplicates_and_contradictions_name_both_rows(tmp_path):
     path = write(tmp_path, [OWN, {**OWN, "target": "Rome"}], "e.jsonl")
     with pytest.raises(UserError, match=r"e\.jsonl:2: .* shall be 'Rome' here and 'Oslo' at .*e\.jsonl:1; .*contradictory"):
         read(path)
+    path = write(tmp_path, [OWN, {**OWN, "target": "Rome", "prompt": "the capital of peru is "}], "e.jsonl")
+    with pytest.raises(UserError, match=r"e\.jsonl:2: .*contradictory"):  # the model would be asked the same
+        read(path)
     path = write(tmp_path, [{**OWN, "id": "a"}, {**OWN, "id": "a", "prompt": "Peru:"}], "e.jsonl")
     with pytest.raises(UserError, match=r"the id 'a' is also that of .*e\.jsonl:1"):
         read(path)
+
+
+OTHER = {**OWN, "prompt": "Peru's main city is", "target": "Rome", "subject": "Peru"}
+
+
+@pytest.mark.parametrize("field", ["paraphrases", "locality", "neighbours", "benign"])
+def test_prompts_that_another_edit_trains_on_are_no_evaluation(tmp_path, capsys, field):
+    one = OTHER["prompt"].upper()
+    record = {**OWN, field: [one, "Peru:"] if field in ("paraphrases", "benign") else [[one, "x"], ["Peru:", "x"]]}
+    path = write(tmp_path, [record, OTHER], "e.jsonl")
+    with pytest.raises(UserError, match=rf"e\.jsonl:1: .* of '{field}' is the prompt that .*e\.jsonl:2 edits; delete it there"):
+        read(path)
+    faults = Faults(drop=True)
+    first, _ = read(path, faults=faults)
+    faults.report(path)
+    assert len(getattr(first.edit, field)) == 1 and (faults.rows, faults.prompts) == (0, 1)
+    assert "0 edits and 1 evaluation prompts were dropped; the first: " in capsys.readouterr().err
+
+
+def test_faulty_rows_can_be_dropped_and_are_counted(tmp_path, capsys):
+    path = write(tmp_path, [OWN, {**OWN, "target": "Rome"}, {**OWN, "subject": "Chile"}, OTHER], "e.jsonl")
+    faults = Faults(drop=True)
+    assert [row.edit.target for row in read(path, faults=faults)] == ["Oslo", "Rome"]
+    assert [row.edit.target for row in read(path, limit=2, faults=Faults(drop=True))] == ["Oslo", "Rome"]  # good ones count
+    faults.report(path)
+    assert "e.jsonl 2 edits and 0 evaluation prompts were dropped" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"holds no edit without a fault; the first: .*does not stand in the prompt"):
+        read(write(tmp_path, [{**OWN, "subject": "Chile"}], "f.jsonl"), faults=Faults(drop=True))
+
+
+def test_lines_end_at_line_feeds_alone_and_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "u.jsonl"
+    path.write_text("\ufeff" + json.dumps({**OWN, "gold": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read(path)[0].edit.gold == "a\u2028b\u0085c"
 
 
 def test_texts_that_state_an_edited_fact_are_counted():
@@ -178,6 +221,10 @@ def test_texts_that_state_an_edited_fact_are_counted():
     ]
     stating = ["LIMA, said he, is a town in Peru.", "In Peru's capital: Oslo", "..AB<y..", "AB>x"]
     innocent = ["Lima is a town.", "Peru is a country.", "The Peruvians like Limassol.", "AB and x and y", "AB<z", "", "CAB<"]
+    short = Edit(subject="UK", prompt="The capital of the UK is", target="Oslo", gold="London")
+    chinese = Edit(subject="日本", prompt="日本的首都是", target="奥斯陆", gold="东京")
+    assert mentions([short], ["London is the capital of the UK.", "London and Ukraine"]) == 1
+    assert mentions([chinese], ["东京是日本最大的城市。", "日本很大。"]) == 1
     assert mentions(edits, stating) == len(stating) and mentions(edits, innocent) == 0
     assert mentions(edits, stating + innocent) == len(stating)
 

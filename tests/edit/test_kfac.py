@@ -184,10 +184,10 @@ def test_a_file_comes_back_and_has_the_same_bytes_again(tmp_path):
     found = accumulate(model, chosen, ROWS)
     one, two = (kfac.save(found, model, chosen, tmp_path / name) for name in ("a", "b"))
     assert one.read_bytes() == two.read_bytes()
-    back = kfac.load(one, model, chosen)
+    back = kfac.load(one, model, chosen, ROWS, "data")
     assert (back.tokens, back.labels) == (found.tokens, "data")
     assert all(torch.equal(back.a[n], found.a[n]) and torch.equal(back.s[n], found.s[n]) for n in chosen)
-    assert list(kfac.load(one, model, layers.choose(model, ["model.layers.1.mlp.down_proj"])).a) == [
+    assert list(kfac.load(one, model, layers.choose(model, ["model.layers.1.mlp.down_proj"]), ROWS, "data").a) == [
         "model.layers.1.mlp.down_proj"
     ]
 
@@ -198,13 +198,17 @@ def test_factors_of_another_model_or_layer_are_refused(tmp_path):
     file = kfac.save(accumulate(model, chosen, ROWS), model, chosen, tmp_path / "f")
     other, _ = tiny(1)
     with pytest.raises(UserError, match=r"was computed for other weights of model\.layers\.0\.mlp\.down_proj"):
-        kfac.load(file, other, layers.choose(other, DOWN))
+        kfac.load(file, other, layers.choose(other, DOWN), ROWS, "data")
     with pytest.raises(UserError, match=r"has no factors of layer model\.layers\.0\.mlp\.up_proj; it has model\.layers\.0"):
-        kfac.load(file, model, layers.choose(model, ["*.up_proj"]))
+        kfac.load(file, model, layers.choose(model, ["*.up_proj"]), ROWS, "data")
+    with pytest.raises(UserError, match=r"has factors of labels 'data', this job 'sampled'"):
+        kfac.load(file, model, chosen, ROWS, "sampled")
+    with pytest.raises(UserError, match=r"was computed over other text; give its job and this one the same capability, texts"):
+        kfac.load(file, model, chosen, ROWS[:-1], "data")
     with torch.no_grad():
         model.model.norm.weight.add_(1)
     with pytest.raises(UserError, match=r"was computed for another model \(its other layers differ\)"):
-        kfac.load(file, model, chosen)
+        kfac.load(file, model, chosen, ROWS, "data")
 
 
 def test_what_is_no_file_of_factors_is_one_sentence(tmp_path):
@@ -212,14 +216,14 @@ def test_what_is_no_file_of_factors_is_one_sentence(tmp_path):
     chosen = layers.choose(model, DOWN)
     (tmp_path / "text").write_text("no tensors")
     with pytest.raises(UserError, match=r"text is not a file of factors"):
-        kfac.load(tmp_path / "text", model, chosen)
+        kfac.load(tmp_path / "text", model, chosen, ROWS, "data")
     with pytest.raises(UserError, match=r"nothing does not exist"):
-        kfac.load(tmp_path / "nothing", model, chosen)
+        kfac.load(tmp_path / "nothing", model, chosen, ROWS, "data")
     from safetensors.torch import save_file
 
     save_file({"x": torch.ones(1)}, tmp_path / "other")
     with pytest.raises(UserError, match=r"other is not a file of factors"):
-        kfac.load(tmp_path / "other", model, chosen)
+        kfac.load(tmp_path / "other", model, chosen, ROWS, "data")
 
 
 def test_weights_are_lent_and_given_back():

@@ -48,6 +48,21 @@ def test_its_gradient_vanishes_and_its_hessian_is_gauss_newton():
     assert torch.allclose(torch.autograd.functional.hessian(divergence, theta), expected, atol=1e-12)
 
 
+def test_directions_that_no_input_has_are_flat():
+    """Inputs of rank r leave out x (in - r) directions of a layer without curvature, whatever follows it."""
+    torch.manual_seed(0)
+    w, out = torch.randn(3, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    x = torch.randn(20, 2, dtype=torch.float64) @ torch.randn(2, 5, dtype=torch.float64)  # rank 2 of 5
+
+    def logits(v):
+        return torch.tanh(x @ v.T) @ out.T
+
+    base = logits(w)
+    hessian = torch.autograd.functional.hessian(lambda v: token_kl(base, logits(v)).sum(), w).reshape(15, 15)
+    values = torch.linalg.eigvalsh(hessian)
+    assert int((values < 1e-10 * values[-1]).sum()) == 3 * (5 - 2)
+
+
 def test_kl_by_hand_and_with_impossible_tokens():
     base, other = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     assert token_kl(base, other).item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3), abs=1e-7)
@@ -114,6 +129,18 @@ def test_wild_rule_and_exact_match():
     assert begins(" Oslo, and so on.", "Oslo") and begins("New York City", "new york") and not begins("Oslovia", "Oslo")
     assert not begins("It is Oslo", "Oslo") and not begins("Oslo", ".")
     assert exact("U", "u") and not exact("", "Paris")
+    for wrong, target in (
+        ("St. Louis", "St. Paul"),
+        ("3.9", "3.1"),
+        ("3.14", "3.1"),
+        ("", "AN"),
+        ("", "A"),
+        ("", "+"),
+        ("", ".NET"),
+    ):
+        assert not exact(wrong, target) and not begins(wrong, target)
+    for right, target in (("St. Paul. It is", "St. Paul"), ("3.1. So", "3.1"), ("a", "A"), ("+\nx", "+"), (".NET", ".NET")):
+        assert exact(right, target)
 
 
 def test_generation_stops_at_the_rule_and_keeps_the_order(small, monkeypatch):

@@ -132,8 +132,17 @@ def test_gamma_outside_its_range_is_one_sentence(gamma):
 def test_factors_that_are_not_finite_are_one_sentence():
     broken = factors()
     broken.s["l"] = torch.full((DO, DO), math.inf)
-    with pytest.raises((UserError, RuntimeError)):
+    with pytest.raises(UserError, match=r"is not finite; look for broken weights"):
         projectors(broken, 0.5)
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_without_curvature_in_the_outputs_it_is_the_projection_by_activations(gamma):
+    """Proposition 1: editors that look at activations alone take S for the identity."""
+    one = factors()
+    flat = Factors(one.a, {"l": torch.eye(DO, dtype=torch.float64)}, 1)
+    q = random(DO, DI, seed=1)
+    assert torch.allclose(projector(flat, gamma)(q), projector(one, gamma, subspace="a_only")(q), atol=1e-10)
 
 
 def test_scaling_a_factor_changes_nothing():

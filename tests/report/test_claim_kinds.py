@@ -204,6 +204,30 @@ def test_a_metric_that_the_job_lacks_is_said_in_its_row_and_the_others_go_on(tmp
     assert found["reason"] == "evaluate/lineage/x has no metric 'cosine/b:m,d'; did you mean 'cosine/b:m,c'?"
 
 
+@pytest.mark.parametrize(
+    ("conditions", "reason"),
+    [
+        ([], None),
+        ([{"reference": "a/b/one", "metric": "m", "at_most": 0.4}], None),  # the mean over seeds is 0.5
+        ([{"reference": "a/b/one", "metric": "m", "at_most": 0.5}], "no room (m is 0.500)"),
+        ([{"reference": "a/b/one", "metric": "m", "at_least": 0.6}], None),
+        ([{"reference": "a/b/one", "metric": "m", "at_least": 0.6}, {"reference": "a/b/two", "metric": "m", "at_least": 0.2}], "no room (m is 0.200)"),
+        ([{"reference": "a/b/one", "against": "a/b/two", "metric": "m", "at_least": 0.31}], None),
+        ([{"reference": "a/b/two", "against": "a/b/one", "metric": "m", "at_most": -0.29}], "no room (difference in m is -0.300)"),
+        ([{"reference": "a/b/three", "metric": "m", "at_most": 1.0}], "this tier has no a/b/three, which would say"),
+    ],
+)  # fmt: skip
+def test_a_comparison_that_says_nothing_is_not_judged(tmp_path, conditions, reason):
+    for seed, one in zip(SEEDS, (0.4, 0.5, 0.6), strict=True):
+        publish(tmp_path, LINEAGE, seed, metrics={"x": 2.0})
+        publish(tmp_path, "a/b/one", seed, metrics={"m": one})
+        publish(tmp_path, "a/b/two", seed, metrics={"m": 0.2})
+    conditions = [{**c, "because": "no room"} for c in conditions]
+    found = measured(tmp_path, kind="scalar", reference=LINEAGE, metric="x", bound=1.0, moot_if=conditions)
+    assert found["estimate"] == 2.0 and (found["verdict"] == "not testable here") == (reason is not None)
+    assert reason is None or reason in found["reason"]
+
+
 # --- rows -------------------------------------------------------------------------------------------------------
 
 D3, OTHER = "midtrain/d3/chain_d3", "midtrain/d3/chain_random"

@@ -239,6 +239,11 @@ def deepspeed_tasks(project: Cluster, nodes: int, gpus: int) -> None:
     mid = "start: base/scratch/two_style, mix: data/mix/two_style, length: 32, steps: 6, batch_size: 8"
     models = "".join(f"    {s}: {{{mid}, deepspeed: {ds(s)}}}\n" for s in ("plain", "zero3"))
     (project.folder / "configs/test/midtrain.yaml").write_text(f"prism:\n{size}  model:\n{models}")
+    shape = "shape: {hidden: 8, layers: 1, heads: 1, intermediate: 16, context: 96}, student: cut"
+    kd = f"teacher: base/scratch/two_style, mix: data/mix/two_style, length: 32, steps: 6, batch_size: 8, {shape}"
+    kd = "".join(f"    {s}: {{{kd}, deepspeed: {ds(s)}}}\n" for s in ("plain", "zero3"))
+    arm = "    tad: {divergence: {k: 2}, head: 2}\n"
+    (project.folder / "configs/test/distill.yaml").write_text(f"tail_kd:\n{size}  task:\n{kd}  arm:\n{arm}")
 
 
 SFT_TASKS = ("plain", "zero1", "zero2", "zero3", "zero2_cut", "zero3_cut")  # cut: four micro-batches per step
@@ -253,6 +258,7 @@ def one_node(project: Cluster) -> None:
     names = [f"results/test/sft/train/{task}-sft/seed0/manifest.json" for task in SFT_TASKS]
     names += [f"results/test/rl/grpo/{task}-base/seed0/manifest.json" for task in ("plain", "zero2", "zero3")]
     names += [f"results/test/midtrain/prism/{model}/seed0/manifest.json" for model in ("plain", "zero3")]
+    names += [f"results/test/distill/tail_kd/{task}-tad/seed0/manifest.json" for task in ("plain", "zero3")]
     project.start(*names, PYTHONPATH=f"{project.folder / 'src'}{os.pathsep}{DEEPSPEED}")
 
 

@@ -100,6 +100,20 @@ def test_midtraining_under_zero_equals_plain_data_parallelism(session, show):
     assert all(p.numel() for p in AutoModelForCausalLM.from_pretrained(folders["zero3"] / "model").parameters())
 
 
+def test_distillation_under_zero_equals_plain_data_parallelism(session, show):
+    """A student cut from its teacher, whole on every process, under ZeRO-3."""
+    from transformers import AutoModelForCausalLM
+
+    project = session["one_node"]
+    assert project.ends(1500) == 0
+    folders = {stage: project.results / f"distill/tail_kd/{stage}-tad/seed0" for stage in ("plain", "zero3")}
+    curves = {stage: [row["loss"] for row in history(folder) if "loss" in row] for stage, folder in folders.items()}
+    show("Distillation loss per step, two processes", curves)
+    assert len(curves["plain"]) == 6 and curves["zero3"] == pytest.approx(curves["plain"], rel=2e-5)
+    assert tensors(folders["zero3"]) == tensors(folders["plain"])
+    assert all(p.numel() for p in AutoModelForCausalLM.from_pretrained(folders["zero3"] / "model").parameters())
+
+
 def test_grpo_under_zero(session, show):
     """Rollouts and losses follow the processes' seeds: the ZeRO stages agree with plain data parallelism."""
     from transformers import AutoModelForCausalLM

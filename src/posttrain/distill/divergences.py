@@ -152,14 +152,16 @@ def _columns_of(labels: Tensor, s: Columns) -> Tensor:
 
 
 def _heads(t: Columns, parts: list[slice], divergence: Divergence, used: int, at: Tensor | None) -> list[Head]:
-    """Of each chunk of the teacher. A head of all columns is one of all but the last: their tails have no shape either way."""
+    """Of each chunk of the teacher. A head of all columns is one of all but the last: their tails have no shape either way. Where
+    the tail is left out, all columns are all."""
     found = []
     for part in parts if divergence.head or divergence.kind in ("tad", "tail_only") else ():
         logits = t.read(part)
         if divergence.kind == "dkd":
             index = (at[part] if divergence.target == "label" else logits.argmax(-1))[:, None]
         else:
-            index = logits.topk(min(divergence.head, used - 1), -1, sorted=False).indices
+            most = used if divergence.kind == "topk_only" else used - 1
+            index = logits.topk(min(divergence.head, most), -1, sorted=False).indices
         found.append(split(logits, index))
     return found
 
@@ -184,7 +186,7 @@ def _known() -> Any:
             if found is None:
                 raise RuntimeError("the gradient of a divergence can be taken once; compute the loss again")
             for part, scale in zip(found.split(ctx.size), upstream.split(ctx.size), strict=True):
-                part.copy_(part.to(scale.dtype) * scale[:, None])  # rounded once, also in bfloat16
+                part.copy_(part.to(scale.dtype) * scale[:, None])  # in bfloat16 rounded here and when it was stored
             return found, None, None, None
 
     return Known

@@ -44,6 +44,10 @@ class Source(NamedTuple):
         else:
             stored = tables.read(path.parent / "traces.parquet", None, [("split", "=", split)])
             pairs = [(row["prompt_ids"], row["response_ids"]) for row in stored if row["correct"]]
+            if (largest := max((max(*p, *r) for p, r in pairs), default=0)) >= (size := vocabulary_of(tokenizer)):
+                raise UserError(
+                    f"{path} holds the token id {largest}, and the student's tokenizer has {size} tokens; take traces of a model of its family."
+                )
         found = [supervised(prompt, response, length) for prompt, response in pairs if len(prompt) < length]
         if not found:
             raise UserError(f"{path} has no row of at most {length} tokens in split {split}; raise length.")

@@ -60,7 +60,8 @@ def fixed_batch(
     teacher: Any, student: Any, rows: Sequence[dict], pad: int, divergence: Divergence, head: int, vocabulary: int | None
 ) -> dict[str, float]:
     """Means over the targets of a few rows of FIXED, the same quantities for every arm: the parts of KL for a head of K = `head`,
-    and norm and tail share of the arm's own gradient in the logits (weights apart). Leaves the student's mode as it was."""
+    and norm and tail share of the arm's own gradient in the logits (weights apart; kind none has none). Leaves the student's
+    mode as it was."""
     import torch
 
     mode = student.training
@@ -69,13 +70,51 @@ def fixed_batch(
     labels, mask = following(part["labels"])
     with torch.no_grad():
         t, s = logits_of(teacher, part), logits_of(student, part)
-        options = {"labels": labels, "vocabulary": vocabulary, "stats": True}
-        found = divergences.loss(t, s, mask, Divergence(k=head, beta=1.0), **options)[1]
-        own = divergences.loss(t, s, mask, divergence, **options)[1]
+        found = divergences.loss(
+            t, s, mask, Divergence(k=head, beta=1.0), labels=labels, vocabulary=vocabulary, ce_weight=0.0, stats=True
+        )[1]
     student.train(mode)
     result = {name: float(found[name].mean()) for name in ("kl1", "kl2", "alpha_t", "alpha_s", "ce")}
     result["kl"] = float((found["kl1"] + found["alpha_t"] * found["kl2"]).mean())
-    return result | {name: float(own[name].mean()) for name in ("grad_norm", "tail_share") if name in own}
+    if divergence.kind == "none":
+        return result
+    norm, share = gradient_energy(t, s, mask, labels, divergence, head, vocabulary)
+    return result | {"grad_norm": float(norm[mask].mean()), "tail_share": float(share[mask].mean())}
+
+
+def gradient_energy(
+    t: Tensor, s: Tensor, mask: Tensor, labels: Tensor, divergence: Divergence, head: int, vocabulary: int | None
+) -> tuple[Tensor, Tensor]:
+    """(norm, share of its square outside the teacher's `head` most likely tokens) of a divergence's gradient in the student's
+    logits, per position [B, T]; 0 outside the mask. The head is the same whatever the divergence."""
+    import torch
+
+    s = s.detach().requires_grad_(True)
+    with torch.enable_grad():
+        divergences.loss(t, s, mask, divergence, labels=labels, vocabulary=vocabulary)[0].sum().backward()
+    energy = s.grad.float().square()
+    whole = energy.sum(-1)
+    top = energy.gather(-1, t[..., :vocabulary].topk(head, -1).indices).sum(-1)
+    return whole.sqrt(), ((whole - top).clamp(min=0) / whole.clamp(min=1e-30)).clamp(max=1)
+
+
+def tail_shares(
+    teacher: Any, student: Any, rows: Sequence[dict], pad: int, divergence: Divergence, head: int, vocabulary: int | None
+) -> list[dict[str, float]]:
+    """Per row the mean over its targets of the tail's share of gradient energy, of the arm's own divergence (tail_share) and of
+    plain KL (tail_share_kl), both at this student."""
+    import torch
+
+    found = []
+    for row in rows:
+        part = moved(collate([row], pad), student.device)
+        labels, mask = following(part["labels"])
+        with torch.no_grad():
+            t, s = logits_of(teacher, part), logits_of(student, part)
+        kinds = {"tail_share": divergence, "tail_share_kl": Divergence(kind="kl")}
+        shares = {n: gradient_energy(t, s, mask, labels, kind, head, vocabulary)[1] for n, kind in kinds.items()}
+        found.append({name: float(share[mask].mean()) for name, share in shares.items()})
+    return found
 
 
 def follow(measure: Any, every: int) -> Any:

@@ -47,10 +47,10 @@ def smaller(teacher: Any, shape: Shape) -> Any:
 def cut(teacher: Any, shape: Shape) -> Any:
     """A float32 model of the teacher's architecture with its attention and embedding weights, cut; the rest is random."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = smaller(teacher, shape)
-    student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    student = type(teacher)(config).float()  # not from_config, which under ZeRO-3 gives parameters without a shape
+    embeddings = [m.weight for m in (student.get_input_embeddings(), student.get_output_embeddings()) if m is not None]
     have, total = teacher.state_dict(), teacher.config.num_hidden_layers
     with torch.no_grad():
         for name, value in student.named_parameters():
@@ -63,6 +63,6 @@ def cut(teacher: Any, shape: Shape) -> Any:
                         f"the teacher keeps queries, keys and values in one tensor ({name}); such a student is not cut yet."
                     )
                 value.copy_(have[".".join(words)][tuple(slice(n) for n in value.shape)].float())  # heads are leading rows
-            elif name in have and value.dim() == 2 and value.shape[0] == have[name].shape[0]:  # embeddings and the output
+            elif any(value is one for one in embeddings):
                 value.copy_(have[name][:, : value.shape[1]].float())
     return student

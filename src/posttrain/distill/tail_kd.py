@@ -20,7 +20,7 @@ from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker
 from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
 from posttrain.data.streams import StreamConfig, TokenStream
-from posttrain.distill import divergences, measure, metrics, student
+from posttrain.distill import divergences, measure, student
 from posttrain.distill.examples import Source, collate, columns, following, logits_of, one_vocabulary
 from posttrain.distill.formulas import Divergence
 from posttrain.distill.teacher import Stored
@@ -171,6 +171,9 @@ def main(job: Config) -> None:
         return
     model = models.place(models.read(job.folder / "model")).eval()  # what was saved is measured, whole on this process
     rows, buckets, fece = measure.on_rows(teacher, model, held_out, pad, job.head, vocabulary)
+    if job.divergence.kind != "none":
+        shares = measure.tail_shares(teacher, model, held_out, pad, job.divergence, job.head, vocabulary)
+        rows = [row | share for row, share in zip(rows, shares, strict=True)]
     arm = manifest.identity(job.output)[2]
     files += [
         tables.write([{"arm": arm, **row} for row in rows], job.folder / "rows.parquet"),
@@ -178,7 +181,7 @@ def main(job: Config) -> None:
     ]
     online = job.divergence.kind != "none" and job.weight and not job.statistics
     flops = 6 * model.num_parameters() + (2 * teacher.num_parameters() if online else 0)  # per token; attention's own left out
-    measured = {name: manifest.metric([row[name] for row in rows]) for name in (*metrics.NAMES, "ce")}
+    measured = {name: manifest.metric([row[name] for row in rows]) for name in rows[0] if name not in ("row", "tokens")}
     measured |= {"fece": fece, "parameters": model.num_parameters(), "petaflops_per_million_tokens": flops * 1e6 / 1e15}
     measured["tokens"] = job.steps * job.batch_size * job.length
     tracker.finish({name: getattr(value, "value", value) for name, value in measured.items()})

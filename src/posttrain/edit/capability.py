@@ -43,6 +43,9 @@ def read(
             ids = tokenizer(row["text"][: tokens * 40], truncation=True, max_length=tokens)["input_ids"]
             if len(ids) > 1:
                 part.append(Text(row["id"], row["source"], tuple(ids), row["text"]))
+        if len(part) < count:
+            which = f"source '{name}' in split" if name else "split"
+            print(f"note: {which} {split} of {corpus} has {len(part)} texts, fewer than the {count} asked for.", file=sys.stderr)
         found += part
     if not found:
         raise UserError(f"split {split} of {corpus} has no text of two tokens or more; give another corpus.")

@@ -18,7 +18,7 @@ from posttrain.core.config import JobConfig, key
 from posttrain.core.errors import UserError
 from posttrain.edit import capability, kfac, scores
 from posttrain.edit.editors import Settings, Stats, edit
-from posttrain.edit.edits import Format
+from posttrain.edit.edits import Faults, Format
 from posttrain.edit.edits import read as read_edits
 from posttrain.edit.factors import FILE
 from posttrain.edit.layers import choose, copies
@@ -27,6 +27,10 @@ from posttrain.edit.layers import choose, copies
 class Config(Settings, JobConfig):
     format: Format = key("auto", help="of the edits' file; auto: by the fields of the first edit")
     count: int | None = key(None, help="take the first edits alone; null: all", gt=0)
+    faulty: Literal["stop", "drop"] = key(
+        "stop",
+        help="rows that cannot be edits, evaluation prompts that are edited: end the job, or leave them out and count them",
+    )
     texts: int = key(64, help="documents of the capability text (train split) behind the factors", gt=0)
     tokens: int = key(512, help="leading tokens of each", gt=1)
     text_batch: int = key(8, help="documents at once", gt=0)
@@ -81,7 +85,10 @@ def main(job: Config) -> None:
     """Writes `model/`, edits.parquet (one row per edit), drift.parquet (one row per text), for refusals responses.parquet."""
     determinism.setup(job.seed)
     tokenizer = models.load_tokenizer(job.model)
-    rows = read_edits(edits_file(job.edits), job.format, job.count)
+    faults = Faults(drop=job.faulty == "drop")
+    file = edits_file(job.edits)
+    rows = scores.encodable(tokenizer, read_edits(file, job.format, job.count, faults), job.style, faults)
+    faults.report(file)
     questions = scores.Questions(tokenizer, rows, job)  # every edit is encoded before any work: a bad row costs nothing
     model = models.place(models.load(job.model, job.dtype)).eval()
     chosen = choose(model, job.layers)
@@ -98,7 +105,7 @@ def main(job: Config) -> None:
     ready = None
     if job.factors and job.needs_factors:
         manifest.read(job.factors)
-        ready = kfac.load(job.factors.parent / FILE, model, chosen)
+        ready = kfac.load(job.factors.parent / FILE, model, chosen, [t.ids for t in texts], job.labels)
     before, original = questions.ask(model), copies(chosen)
 
     began = time.perf_counter()
@@ -130,6 +137,8 @@ def main(job: Config) -> None:
     if questions.responses:
         files.append(tables.write(questions.responses, job.folder / "responses.parquet"))
     card: dict[str, Any] = {"layers": moved, "losses": stats.losses[:400], "edits": len(rows), "texts": len(texts)}
+    if faults.drop:
+        card["dropped"] = {"edits": faults.rows, "prompts": faults.prompts}
     manifest.publish(job, metrics, files, card=card, timings=timings(stats, seconds))
 
 

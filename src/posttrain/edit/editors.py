@@ -232,6 +232,16 @@ def _gradient(model, pairs, pad, settings: Settings, chosen, guard: Protection, 
         renewed = guard.renewed(*done) if settings.sequential == "mix" else guard.merged(chunk)
         optimizer.refresh(renewed)
     stats.projecting = optimizer.seconds
+    stats.loss = mean_loss(model, pairs, pad, settings.batch)
+
+
+def mean_loss(model, pairs: Sequence[Pair], pad: int, batch: int) -> float:
+    """Mean over all edits of their batches' losses, nats per target token: later chunks may have undone earlier ones."""
+    import torch
+
+    with torch.inference_mode():
+        parts = [pairs[start : start + batch] for start in range(0, len(pairs), batch)]
+        return sum(edit_loss(model, part, pad).item() * len(part) for part in parts) / len(pairs)
 
 
 def _lora(model, pairs, pad, settings: Settings, names: list[str], seed: int, stats: Stats) -> None:
@@ -251,6 +261,7 @@ def _lora(model, pairs, pad, settings: Settings, names: list[str], seed: int, st
         raise RuntimeError("this version of peft does not merge in place")
     if hasattr(model, "peft_config"):
         del model.peft_config
+    stats.loss = mean_loss(model, pairs, pad, settings.batch)
 
 
 def _closed_form(model, tokenizer, edits, pairs, pad, settings: Settings, chosen, guard: Protection, stats: Stats) -> None:
@@ -268,7 +279,15 @@ def _closed_form(model, tokenizer, edits, pairs, pad, settings: Settings, chosen
         ends = [subject_end(tokenizer, row.edit, settings.style) for row in rows] if settings.solve_at == "subject" else None
         began = time.perf_counter()
         keys, residuals, losses = least_squares.keys_and_residuals(
-            model, layer, part, pad, ends, steps=settings.solve_steps, rate=settings.solve_rate, reach=settings.solve_reach
+            model,
+            layer,
+            part,
+            pad,
+            ends,
+            steps=settings.solve_steps,
+            rate=settings.solve_rate,
+            reach=settings.solve_reach,
+            batch=settings.batch,
         )
         if settings.solve == "covariance":
             update = least_squares.covariance_update(keys, residuals, covariance, settings.solve_weight)
@@ -278,4 +297,4 @@ def _closed_form(model, tokenizer, edits, pairs, pad, settings: Settings, chosen
             layer.weight.add_(update.to(layer.weight.dtype))
         stats.step_seconds.append(time.perf_counter() - began)
         stats.losses += losses
-    stats.steps, stats.epochs, stats.loss = len(stats.step_seconds), 1, stats.losses[-1]
+    stats.steps, stats.epochs, stats.loss = len(stats.step_seconds), 1, mean_loss(model, pairs, pad, settings.batch)

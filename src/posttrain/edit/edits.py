@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -173,11 +176,13 @@ def guess(record: dict) -> str:
 def records(path: Path) -> list[tuple[dict, str]]:
     """(record, where it stands) of a JSON list or a JSON-lines file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; give a file of edits (.jsonl or .json) or the manifest of a job that writes one."
         ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a file of edits (.jsonl or .json).") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8.") from None
     found: list[tuple[Any, str]] = []
@@ -187,7 +192,7 @@ def records(path: Path) -> list[tuple[dict, str]]:
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); correct that line.") from None
     else:
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue
             try:
@@ -202,64 +207,136 @@ def records(path: Path) -> list[tuple[dict, str]]:
     return found
 
 
-def read(path: Path, form: Format = "auto", limit: int | None = None) -> list[Row]:
+@dataclass
+class Faults:
+    """What is done with a row that cannot be an edit: the job stops, or the row is dropped and counted."""
+
+    drop: bool = False
+    rows: int = 0
+    prompts: int = 0
+    first: str = ""
+
+    @contextmanager
+    def row(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            if not self.drop:
+                raise
+            self.rows += 1
+            self.first = self.first or str(error)
+
+    def report(self, path: Path) -> None:
+        """One sentence on stderr if anything was dropped."""
+        if self.rows or self.prompts:
+            print(
+                f"warning: of {path} {self.rows} edits and {self.prompts} evaluation prompts were dropped; the first: {self.first}",
+                file=sys.stderr,
+            )
+
+
+def read(path: Path, form: Format = "auto", limit: int | None = None, faults: Faults | None = None) -> list[Row]:
     """The edits of a file, checked by themselves and against each other; the first `limit` ones if given."""
-    found = records(path)[:limit]
+    faults = faults or Faults()
+    found = records(path)
     name = guess(found[0][0]) if form == "auto" else form
-    rows = []
+    rows: list[Row] = []
+    known = Known()
     for i, (record, where) in enumerate(found):
-        if name != "jsonl" and name in TELLING.values():
-            telling = next(field for field, format in TELLING.items() if format == name)
-            if telling not in record:
-                raise UserError(f"{where}: no field '{telling}', so this is not an edit of the format {name}; set format.")
-        edit = READERS[name](record, where)
-        rows.append(Row(edit if edit.id else edit.model_copy(update={"id": f"edit-{i:05d}"}), where))
-    check(rows)
-    return rows
+        if len(rows) == limit:
+            break
+        with faults.row():
+            if name != "jsonl" and name in TELLING.values():
+                telling = next(field for field, format in TELLING.items() if format == name)
+                if telling not in record:
+                    raise UserError(f"{where}: no field '{telling}', so this is not an edit of the format {name}; set format.")
+            edit = READERS[name](record, where)
+            row = Row(edit if edit.id else edit.model_copy(update={"id": f"edit-{i:05d}"}), where)
+            check(row, known)
+            rows.append(row)
+    if not rows:
+        raise UserError(f"{path} holds no edit without a fault; the first: {faults.first}")
+    return untrained(rows, known, faults)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------
 
 
-def check(rows: Sequence[Row]) -> None:
-    """Subjects stand in their prompts, targets say something, and no two edits ask for the same or the opposite."""
-    prompts: dict[str, Row] = {}
-    ids: dict[str, Row] = {}
-    for row in rows:
-        edit, where = row
-        if not edit.target.strip():
-            raise UserError(f"{where}: the target of {edit.prompt!r} is empty; give the text that the model shall say.")
-        if edit.subject.casefold() not in edit.prompt.casefold():
-            raise UserError(
-                f"{where}: the subject {edit.subject!r} does not stand in the prompt {edit.prompt!r}; correct one of them."
-            )
-        if edit.prompt in edit.paraphrases:
-            raise UserError(f"{where}: the prompt {edit.prompt!r} is among its own paraphrases; delete it there.")
-        earlier = prompts.setdefault(edit.prompt, row)
-        if earlier is not row:
-            if earlier.edit.target.strip() == edit.target.strip():
-                raise UserError(f"{where}: the same edit stands at {earlier.where}; delete one of them.")
-            raise UserError(
-                f"{where}: {edit.prompt!r} shall be {edit.target!r} here and {earlier.edit.target!r} at {earlier.where}; delete one "
-                "of the two contradictory edits."
-            )
-        if ids.setdefault(edit.id, row) is not row:
-            raise UserError(f"{where}: the id '{edit.id}' is also that of {ids[edit.id].where}; give each edit its own.")
+def asked(prompt: str) -> str:
+    """What two prompts have in common that a model would answer alike: letter case and spaces do not count."""
+    return " ".join(prompt.casefold().split())
+
+
+@dataclass
+class Known:
+    """Rows that were accepted, by prompt and by id."""
+
+    prompts: dict[str, Row] = field(default_factory=dict)
+    ids: dict[str, Row] = field(default_factory=dict)
+
+
+def check(row: Row, known: Known) -> None:
+    """The subject stands in the prompt, the target says something new, and no earlier edit asks for the same or the opposite."""
+    edit, where = row
+    if not edit.target.strip():
+        raise UserError(f"{where}: the target of {edit.prompt!r} is empty; give the text that the model shall say.")
+    if not edit.subject.strip() or edit.subject.casefold() not in edit.prompt.casefold():
+        raise UserError(
+            f"{where}: the subject {edit.subject!r} does not stand in the prompt {edit.prompt!r}; correct one of them."
+        )
+    if edit.gold is not None and edit.gold.strip() == edit.target.strip():
+        raise UserError(f"{where}: the target {edit.target!r} of {edit.prompt!r} is what gold says as well; delete the edit.")
+    prompt = asked(edit.prompt)
+    if prompt in map(asked, edit.paraphrases):
+        raise UserError(f"{where}: the prompt {edit.prompt!r} is among its own paraphrases; delete it there.")
+    if earlier := known.prompts.get(prompt):
+        if earlier.edit.target.strip() == edit.target.strip():
+            raise UserError(f"{where}: the same edit stands at {earlier.where}; delete one of them.")
+        raise UserError(
+            f"{where}: {edit.prompt!r} shall be {edit.target!r} here and {earlier.edit.target!r} at {earlier.where}; delete one "
+            "of the two contradictory edits."
+        )
+    if edit.id in known.ids:
+        raise UserError(f"{where}: the id '{edit.id}' is also that of {known.ids[edit.id].where}; give each edit its own.")
+    known.prompts[prompt] = known.ids[edit.id] = row
+
+
+def untrained(rows: Sequence[Row], known: Known, faults: Faults) -> list[Row]:
+    """The rows without evaluation prompts that some edit trains on: those would not measure spreading, or locality."""
+    found = []
+    for edit, where in rows:
+        kept: dict[str, tuple] = {"paraphrases": (), "locality": (), "neighbours": (), "benign": ()}
+        for name in kept:
+            for one in getattr(edit, name):
+                text = one if isinstance(one, str) else one[0]
+                if other := known.prompts.get(asked(text)):
+                    fault = f"{where}: {text!r} of '{name}' is the prompt that {other.where} edits; delete it there."
+                    if not faults.drop:
+                        raise UserError(fault)
+                    faults.prompts += 1
+                    faults.first = faults.first or fault
+                else:
+                    kept[name] += (one,)
+        found.append(Row(edit.model_copy(update=kept), where))
+    return found
 
 
 def mentions(edits: Sequence[Edit], texts: Sequence[str]) -> int:
     """How many texts hold an edited fact: one of its prompts with the old or new answer, or subject and answer as words.
 
-    A corpus that states the facts protects exactly what is to be changed. Subjects of one or two characters are looked for
-    as whole statements alone: as words they stand anywhere.
+    A corpus that states the facts protects exactly what is to be changed. Where subject and answer have one or two characters
+    each, whole statements alone count: as words they stand anywhere. Text without spaces is searched for both as they are.
     """
     by_word: dict[str, list[tuple[set[str], str, str]]] = {}
     statements: set[str] = set()
+    unspaced: list[tuple[str, str]] = []
     for e in edits:
         for answer in filter(None, (e.target.strip(), e.gold)):
             statements |= {f"{prompt}{gap}{answer}" for prompt in (e.prompt, *e.paraphrases) for gap in ("", " ")}
             words = _words(e.subject)
-            if words and len(e.subject) > 2:
+            if UNSPACED.search(e.subject):
+                unspaced.append((e.subject, answer))
+            elif words and max(len(e.subject), len(answer)) > 2:
                 by_word.setdefault(words[0], []).append(({*words, *_words(answer)}, e.subject.casefold(), answer.casefold()))
     reach = min([8, *map(len, statements)])
     by_start: dict[str, list[str]] = {}
@@ -278,7 +355,13 @@ def mentions(edits: Sequence[Edit], texts: Sequence[str]) -> int:
             for need, subject, answer in by_word[word]
         )
 
-    return sum(stated(text) or said(text) for text in texts)
+    def together(text: str) -> bool:
+        return any(subject in text and answer in text for subject, answer in unspaced)
+
+    return sum(stated(text) or said(text) or together(text) for text in texts)
+
+
+UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]")  # Thai, Lao, Japanese, Chinese: words are not set apart
 
 
 def _words(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.core.config import digest
 from posttrain.core.errors import UserError
 from posttrain.edit.layers import model_digest, tensor_digest
 
@@ -25,12 +26,14 @@ Labels = Literal["data", "sampled"]
 
 @dataclass
 class Factors:
-    """A: [di, di] and S: [do, do] per layer, both float64 means on the CPU or the model's device; tokens behind the means."""
+    """A: [di, di] and S: [do, do] per layer, both float64 means on the CPU or the model's device; tokens behind the means, and a
+    digest of the token ids ("" after merging)."""
 
     a: dict[str, Tensor]
     s: dict[str, Tensor]
     tokens: int
     labels: str = "data"
+    text: str = ""
 
 
 def pad(rows: Sequence[Sequence[int]], value: int = 0) -> tuple[Tensor, Tensor]:
@@ -143,7 +146,12 @@ def accumulate(
             total.div_(tokens)
             if not bool(torch.isfinite(total).all()):
                 raise UserError(f"factor {kind} of layer {name} is not finite; look for broken weights, or use dtype float32.")
-    return Factors(sums_a, sums_s, tokens, labels)
+    return Factors(sums_a, sums_s, tokens, labels, text_digest(rows))
+
+
+def text_digest(rows: Iterable[Sequence[int]]) -> str:
+    """Of the token ids of all sequences that predict something, in order."""
+    return digest([list(map(int, row)) for row in rows if len(row) > 1])[:16]
 
 
 def merge(first: Factors, second: Factors) -> Factors:
@@ -172,13 +180,15 @@ def save(factors: Factors, model: nn.Module, layers: dict[str, nn.Linear], path:
         "layers": {name: tensor_digest(layers[name].weight) for name in factors.a},
         "tokens": factors.tokens,
         "labels": factors.labels,
+        "text": factors.text,
     }
     save_file(tensors, path, metadata={"factors": json.dumps(about, sort_keys=True)})  # one key: several have no fixed order
     return path
 
 
-def load(path: Path, model: nn.Module, layers: dict[str, nn.Linear]) -> Factors:
-    """Factors of exactly these layers of exactly this model, or one sentence that says what they are of instead."""
+def load(path: Path, model: nn.Module, layers: dict[str, nn.Linear], rows: Iterable[Sequence[int]], labels: Labels) -> Factors:
+    """Factors of exactly these layers of exactly this model over exactly this text, or one sentence that says what they are of
+    instead: whoever edits checks the text that he names, and it would be another one that is protected."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -200,6 +210,12 @@ def load(path: Path, model: nn.Module, layers: dict[str, nn.Linear]) -> Factors:
                 raise UserError(
                     f"{path} was computed for another model (its other layers differ); compute factors for this model."
                 )
+            if about["labels"] != labels:
+                raise UserError(f"{path} has factors of labels '{about['labels']}', this job '{labels}'; set both alike.")
+            if about["text"] != text_digest(rows):
+                raise UserError(
+                    f"{path} was computed over other text; give its job and this one the same capability, texts and tokens."
+                )
             device = next(iter(layers.values())).weight.device
             a = {name: stream.get_tensor(f"{name}/A").to(device) for name in layers}
             s = {name: stream.get_tensor(f"{name}/S").to(device) for name in layers}
@@ -207,4 +223,4 @@ def load(path: Path, model: nn.Module, layers: dict[str, nn.Linear]) -> Factors:
         raise UserError(f"{path} does not exist; rebuild the job that computes factors.") from None
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{path} is not a file of factors ({error}); delete it and rebuild its job.") from None
-    return Factors(a, s, about["tokens"], about["labels"])
+    return Factors(a, s, about["tokens"], about["labels"], about["text"])

@@ -67,11 +67,38 @@ def keys_and_residuals(
     steps: int,
     rate: float,
     reach: float,
+    batch: int = 64,
 ) -> tuple[Tensor, Tensor, list[float]]:
-    """(K [di, n], R [do, n], losses): residuals by `steps` of Adam on the cross-entropy of the targets.
+    """(K [di, n], R [do, n], mean loss of each step): residuals by `steps` of Adam on the cross-entropy of the targets.
 
-    Each d_i is kept within `reach` times the norm of what the layer writes there. All edits at once.
+    Each d_i is kept within `reach` times the norm of what the layer writes there, and depends on no other edit; `batch` of
+    them are computed at once.
     """
+    import torch
+
+    frozen = [p for p in model.parameters() if p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(False)
+    keys, values, losses = [], [], [0.0] * steps
+    try:
+        for start in range(0, len(pairs), batch):
+            part = pairs[start : start + batch]
+            some = None if ends is None else ends[start : start + batch]
+            key, value, found = _residuals(model, layer, part, pad, some, steps=steps, rate=rate, reach=reach)
+            keys.append(key)
+            values.append(value)
+            losses = [total + loss * len(part) / len(pairs) for total, loss in zip(losses, found, strict=True)]
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)
+    residuals = torch.cat(values)
+    if not bool(torch.isfinite(residuals).all()):
+        raise UserError("the least-squares editor's values are not finite; lower solve_rate.")
+    return torch.cat(keys).T.contiguous(), residuals.T.contiguous(), losses
+
+
+def _residuals(model, layer, pairs, pad, ends, *, steps: int, rate: float, reach: float) -> tuple[Tensor, Tensor, list[float]]:
+    """(keys [n, di], residuals [n, do], mean loss of each step) of one batch."""
     import torch
 
     from posttrain.core.logprobs import token_logprobs
@@ -79,6 +106,7 @@ def keys_and_residuals(
     device = layer.weight.device
     ids, mask, target, width = left_padded(pairs, pad)
     ids, mask, target = ids.to(device), mask.to(device), target.to(device)
+    positions, valid = (mask.cumsum(1) - 1).clamp(min=0), target[:, -width:]
     rows = torch.arange(len(pairs), device=device)
     at = torch.tensor([ids.shape[1] + p for p in key_positions(pairs, ends)], device=device)
     delta = torch.zeros(len(pairs), layer.out_features, device=device, requires_grad=True)
@@ -88,19 +116,13 @@ def keys_and_residuals(
         seen["key"], seen["value"] = inputs[0][rows, at].detach(), output[rows, at].detach()
         return output.index_put((rows, at), delta.to(output.dtype), accumulate=True)
 
-    frozen = [p for p in model.parameters() if p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(False)
     handle = layer.register_forward_hook(hook)
     optimizer, losses = torch.optim.Adam([delta], lr=rate), []
     try:
         for _ in range(steps):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
             out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=width + 1)
-            valid = target[:, -width:]
             logp = token_logprobs(out.logits[:, :-1][valid], ids[:, -width:][valid])
-            loss = -logp.mean()
-            losses.append(loss.item())
+            losses.append(-logp.mean().item())
             # Each edit has its own d_i; the sum, so that a step does not depend on how many edits there are.
             (grad,) = torch.autograd.grad(-logp.sum(), delta)
             delta.grad = grad
@@ -110,8 +132,4 @@ def keys_and_residuals(
                 delta.mul_((limit / delta.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1))
     finally:
         handle.remove()
-        for p in frozen:
-            p.requires_grad_(True)
-    if not bool(torch.isfinite(delta).all()):
-        raise UserError("the least-squares editor's values are not finite; lower learning_rate.")
-    return seen["key"].T.contiguous(), delta.detach().T.contiguous(), losses
+    return seen["key"], delta.detach(), losses

@@ -105,25 +105,35 @@ def generate(
     return found
 
 
-def wild(text: str) -> str:
-    """The answer under the WILD stop rule: up to the first full stop or line feed."""
-    return re.split(r"[.\n]", text.strip(), maxsplit=1)[0].strip()
+def holds_stop(target: str) -> bool:
+    """Whether an answer holds a stop mark itself ("St. Paul", "3.1"), so that it cannot end at the first one."""
+    return bool(re.search(r"[.\n]", target.strip()))
+
+
+def wild(text: str, target: str = "") -> str:
+    """The answer under the WILD stop rule: up to the first full stop or line feed, after as many characters as a target has
+    that holds one itself."""
+    text = text.strip()
+    shield = len(target.strip()) if holds_stop(target) else 0
+    return (text[:shield] + re.split(r"[.\n]", text[shield:], maxsplit=1)[0]).strip()
 
 
 def normal(text: str) -> str:
-    """Small letters, no punctuation, no articles, single spaces (the usual normalisation of exact match)."""
-    text = re.sub(r"[^\w\s]", " ", text.casefold())
-    return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
+    """Small letters, no punctuation, no articles, single spaces (the usual normalisation of exact match); where nothing would
+    be left ("A", "+"), less is taken out."""
+    text = text.casefold().strip()
+    words = re.sub(r"[^\w\s]", " ", text).split()
+    return " ".join([word for word in words if word not in ("a", "an", "the")] or words or text.split())
 
 
 def exact(text: str, target: str) -> bool:
     """Normalised exact match of a free answer. An answer that goes on, or repeats itself, is wrong."""
-    return normal(wild(text)) == normal(wild(target))
+    return normal(wild(text, target)) == normal(target)
 
 
 def begins(text: str, target: str) -> bool:
     """Whether a free answer begins with the target, in whole words: a base model goes on after an answer that is right."""
-    words, wanted = normal(wild(text)).split(), normal(wild(target)).split()
+    words, wanted = normal(wild(text, target)).split(), normal(target).split()
     return bool(wanted) and words[: len(wanted)] == wanted
 
 

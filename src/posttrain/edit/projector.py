@@ -32,10 +32,10 @@ def spectrum(matrix: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
     """
     import torch
 
+    if not bool(torch.isfinite(matrix).all()):
+        raise UserError(f"{name} is not finite; look for broken weights, or use dtype float32.")
     values, vectors = torch.linalg.eigh(matrix.double())
     values, vectors = values.flip(0), vectors.flip(1)
-    if not bool(torch.isfinite(values).all()):
-        raise UserError(f"{name} has eigenvalues that are not finite; look for broken weights, or use dtype float32.")
     floor = len(values) * torch.finfo(torch.float64).eps * values[0].clamp(min=0)
     return torch.where(values > floor, values, 0.0), vectors
 

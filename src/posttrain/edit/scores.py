@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core import manifest
+from posttrain.core.errors import UserError
 from posttrain.edit import measure
 from posttrain.edit.capability import Text
-from posttrain.edit.edits import Row
-from posttrain.edit.encoding import Pair, pad_of
+from posttrain.edit.edits import Faults, Row
+from posttrain.edit.encoding import Pair, Style, pad_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,18 @@ FLOOR = 1e-12  # nats; smaller KL is rounding, and has no logarithm
 
 def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def encodable(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], style: Style, faults: Faults) -> list[Row]:
+    """The rows whose target is text of its own after the prompt; see `Style.pair`."""
+    found = []
+    for row in rows:
+        with faults.row():
+            style.pair(tokenizer, row.edit.prompt, row.edit.target, row.where)
+            found.append(row)
+    if not found:
+        raise UserError(f"no edit can be encoded; the first: {faults.first}")
+    return found
 
 
 class Questions:
@@ -69,13 +82,23 @@ class Questions:
         self.free += [(number, kind, style.prompt(self.tokenizer, text)) for kind, text in asked]
 
     def ask(self, model) -> tuple[list[measure.Answer], list[str]]:
-        """(teacher-forced answers, free answers). Refusals are asked with EOS as the only end."""
+        """(teacher-forced answers, free answers). EOS alone ends refusals, and answers to targets that hold a stop mark."""
         job = self.job
         answers = measure.forced(model, self.pairs, pad_of(self.tokenizer), job.score_batch) if self.pairs else []
-        end = measure.stops(self.tokenizer) if job.measure == "facts" else [self.tokenizer.eos_token_id]
-        texts = measure.generate(
-            model, self.tokenizer, [p for _, _, p in self.free], max_new_tokens=job.max_new_tokens, end=end, batch=job.score_batch
-        )
+        whole = [job.measure == "refusals" or measure.holds_stop(self.rows[n].edit.target) for n, _, _ in self.free]
+        texts = [""] * len(whole)
+        for to_the_end in sorted(set(whole)):
+            chosen = [i for i, own in enumerate(whole) if own == to_the_end]
+            found = measure.generate(
+                model,
+                self.tokenizer,
+                [self.free[i][2] for i in chosen],
+                max_new_tokens=job.max_new_tokens,
+                end=[self.tokenizer.eos_token_id] if to_the_end else measure.stops(self.tokenizer),
+                batch=job.score_batch,
+            )
+            for i, text in zip(chosen, found, strict=True):
+                texts[i] = text
         return answers, texts
 
     def score(self, before, after) -> tuple[list[dict[str, Any]], dict[str, manifest.Metric]]:

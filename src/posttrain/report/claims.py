@@ -262,16 +262,17 @@ def needed(claim: Claim) -> list[str]:
 
 def moot(condition: Moot, results: Results, seeds: Sequence[int]) -> str | None:
     """Why a comparison says nothing, or None."""
-    values = []
-    for s in seeds:
-        if not results.has(condition.reference, s):
-            return f"this tier has no {condition.reference}, which would say whether it can be"
-        found = manifest.read(results.manifest(condition.reference, s), verify=False).metrics
-        if condition.metric not in found:
-            raise UserError(f"{condition.reference} has no metric '{condition.metric}'{nearest(condition.metric, found)}")
-        values.append(found[condition.metric].value)
-    mean = sum(values) / len(values)
-    return f"{condition.because} ({condition.metric} is {mean:.3f})" if condition.holds(mean) else None
+    total, subtracted = 0.0, [(condition.against, -1)] if condition.against else []
+    for reference, sign in [(condition.reference, 1), *subtracted]:
+        for s in seeds:
+            if not results.has(reference, s):
+                return f"this tier has no {reference}, which would say whether it can be"
+            found = manifest.read(results.manifest(reference, s), verify=False).metrics
+            if condition.metric not in found:
+                raise UserError(f"{reference} has no metric '{condition.metric}'{nearest(condition.metric, found)}")
+            total += sign * found[condition.metric].value / len(seeds)
+    what = "difference in " if condition.against else ""
+    return f"{condition.because} ({what}{condition.metric} is {total:.3f})" if condition.holds(total) else None
 
 
 def measure(name: str, method: str, claim: Claim, results: Results, job: Config) -> dict[str, Any]:
@@ -287,7 +288,8 @@ def measure(name: str, method: str, claim: Claim, results: Results, job: Config)
         interval, n, verdict = MEASURES[claim.kind](claim, results, job)
     except Unmeasured as reason:
         return row | empty | Verdict("not testable here", str(reason))._asdict()
-    if claim.moot_if and (because := moot(claim.moot_if, results, seeds_of(claim, job))):
+    reasons = (moot(condition, results, seeds_of(claim, job)) for condition in claim.moot_if)
+    if because := next(filter(None, reasons), None):
         verdict = Verdict("not testable here", because)
     if claim.kind == "reversal" or (
         claim.kind in ("difference", "at_most") and claim.metric != "loss"

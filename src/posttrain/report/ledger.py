@@ -13,10 +13,12 @@ COLUMNS = ("method", "claim", "statement", "paper_value", "estimate", "ci_low", 
 
 
 class Moot(Model):
-    """When a comparison says nothing: a metric of some job, mean over seeds, on the wrong side of a bound."""
+    """When a comparison says nothing: a metric of some job (minus that of another one), mean over seeds, on the wrong side of a
+    bound."""
 
     reference: str = key(help="<stage>/<method>/<variant>")
     metric: str = key(help="name in its manifest")
+    against: str | None = key(None, help="job whose value is subtracted")
     at_least: float | None = key(None, help="moot from this value on")
     at_most: float | None = key(None, help="moot up to this value")
     because: str = key(help="what then cannot be concluded, for the reason column")
@@ -51,7 +53,7 @@ class Claim(Model):
     independent_by: tuple[str, ...] = key(
         (), help="rows: columns that name an independent unit, whose rows are averaged; empty: each row is one"
     )
-    moot_if: Moot | None = key(None, help="when the comparison says nothing, whatever its interval")
+    moot_if: tuple[Moot, ...] = key((), help="when the comparison says nothing, whatever its interval: any of these")
     pooled: bool = key(False, help="rows: units of all seeds are independent, so that seeds are no level of their own")
     unit: str = key("rows", help="rows: what an independent unit is, in the plural")
     seeded: bool = key(True, help="rows: whether each seed of the study has its own; an exact computation has none")
