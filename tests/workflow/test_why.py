@@ -134,7 +134,7 @@ def test_a_seed_added(project):
 
 def test_a_claim_edited(project):
     with project.edited("configs/claims.yaml", "smallest_effect: 0.05", "smallest_effect: 0.06"):
-        found = listed(said(project, "--target", "pear"))
+        found = listed(said(project, "--target", "claims"))
     assert found == {"input changed: configs/claims.yaml:": ["Write the claims ledger"]}
 
 

@@ -55,6 +55,7 @@ wildcard_constraints:
     source=r"[a-z0-9_]+",
     study=r"[a-z0-9_]+",
     edits=r"[a-z0-9_]+",
+    method=r"[a-z0-9_]+",
 
 
 def launched(module, arguments="{params.flags} {resources.flags}"):

@@ -21,6 +21,7 @@ class Config(JobConfig):
     seeds: tuple[int, ...] = key(help="seeds of the study")
     arms: tuple[str, ...] = key(help="SFT arms, in order")
     claims: Path = key(Path("configs/claims.yaml"), help="what is claimed")
+    methods: tuple[str, ...] = key((), help="claims of these methods alone; empty: of all")
     resamples: int = key(4000, help="bootstrap resamples", gt=100)
 
 
@@ -325,6 +326,10 @@ def main(job: Config) -> None:
 
     results = Results(job.root)
     claims = read_claims(job.claims)
+    for name in job.methods:
+        if name not in claims:
+            raise UserError(f"--methods: {job.claims} has no claims of '{name}'{nearest(name, claims)}")
+    claims = {name: found for name, found in claims.items() if not job.methods or name in job.methods}
     rows = [measure(name, method, claim, results, job) for method, found in claims.items() for name, claim in found.items()]
     frame = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"n": "Int64", "seeds": "Int64"})
     frame.to_parquet(job.output.with_suffix(".parquet"), index=False)
