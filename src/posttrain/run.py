@@ -125,7 +125,7 @@ def show_ledger(path: Path) -> None:
         print(
             f"{row['method']:8} {row['claim']:{width}} {numbers[0]:>9} {interval:>18} {row['n']:>6} {row['seeds']:>5}  {row['verdict']}"
         )
-    if any(row["seeds"] == "1" for row in rows):
+    if max(int(row["seeds"] or 0) for row in rows) == 1:
         print("\nOne seed: intervals are over items only, another seed may give other verdicts. `make study` runs three.")
 
 
