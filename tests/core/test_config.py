@@ -25,6 +25,7 @@ from posttrain.core import cli, config
 from posttrain.core.config import JobConfig, Model, canonical, digest, flags, key, partial, read_yaml, roles, settings, validate
 from posttrain.core.errors import UserError
 from posttrain.data import mix, tasks, tokenizer
+from posttrain.distill import tail_kd
 from posttrain.sft import train
 from posttrain.study import STAGES, Study, config_class, methods, stage_model
 
@@ -371,6 +372,8 @@ def jobs(draw, owner: type[JobConfig]) -> JobConfig:
     values = {n: draw(values_for(f.annotation, f.metadata)) for n, f in fields.items() if f.is_required()}
     if owner is mix.Config:
         values["parts"] = {"a": {"share": 0.25, "field": "text"}, "-b": {"share": 0.75, "field": "expression"}}
+    if owner is tail_kd.Config:  # its defaults alone contradict each other: no rows, no student
+        values |= {"mix": Path("m/manifest.json"), "shape": {"hidden": 8, "layers": 1, "heads": 1, "intermediate": 8}}
     if owner is tokenizer.Config:
         values["alphabet"] = draw(WORDS.filter(bool))
     for name, field in fields.items():

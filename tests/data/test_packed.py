@@ -11,10 +11,11 @@ from posttrain.core import manifest, tables
 from posttrain.core.config import JobConfig
 from posttrain.core.errors import UserError
 from posttrain.core.generation import sample
-from posttrain.data.packed import held_out_loss, recall, rows
+from posttrain.data.packed import held_out_loss, recall, rows, vocabulary
 from tests.checkpoints import tiny
 
 DOCUMENTS = {"a": [[2, 3, 4, 5, 1], [6, 7, 1], [3] * 11 + [1]], "b": [[9, 8, 7, 1], [2, 1]]}
+TOKENIZER = tiny(3)[1]
 
 
 @pytest.fixture
@@ -23,7 +24,8 @@ def mix(tmp_path) -> Path:
     output.parent.mkdir(parents=True)
     table = [{"split": "validation", "source": s, "input_ids": ids} for s, found in DOCUMENTS.items() for ids in found]
     table += [{"split": "train", "source": "a", "input_ids": [4, 4, 4, 1]}]
-    manifest.publish(JobConfig(output=output), {}, [tables.write(table, output.parent / "documents.parquet")])
+    card = {"vocabulary": vocabulary(TOKENIZER)}
+    manifest.publish(JobConfig(output=output), {}, [tables.write(table, output.parent / "documents.parquet")], card=card)
     return output
 
 
@@ -46,7 +48,7 @@ def test_loss_of_one_source_is_that_of_its_documents_alone(mix, source, batch):
         for parameter in model.parameters():
             parameter.mul_(3)  # far from uniform, so that a token of another document would show
     documents = [ids for name, found in DOCUMENTS.items() if source in (None, name) for ids in found]
-    data = rows(mix, "validation", 16, 0, source=source)
+    data = rows(mix, "validation", 16, TOKENIZER, source=source)
     loss, count = held_out_loss(model, data, batch)
     expected, targets = alone(model, documents)
     assert count == targets and loss == pytest.approx(expected, rel=1e-5)
@@ -54,20 +56,20 @@ def test_loss_of_one_source_is_that_of_its_documents_alone(mix, source, batch):
 
 def test_documents_longer_than_a_row_are_cut(mix):
     model, _ = tiny(3)
-    data = rows(mix, "validation", 8, 0, source="a")
+    data = rows(mix, "validation", 8, TOKENIZER, source="a")
     found, count = held_out_loss(model, data)
     cut = [piece for ids in DOCUMENTS["a"] for piece in (ids[:8], ids[8:]) if piece]
     expected, targets = alone(model, cut)
     assert (found, count) == (pytest.approx(expected, rel=1e-5), targets) and {len(row["input_ids"]) for row in data} == {8}
-    _, with_overlap = held_out_loss(model, rows(mix, "validation", 8, 0, source="a", overlap=3))
+    _, with_overlap = held_out_loss(model, rows(mix, "validation", 8, TOKENIZER, source="a", overlap=3))
     assert with_overlap == sum(len(ids) - 1 for ids in DOCUMENTS["a"]) > count  # a cut with context loses no target
 
 
 def test_a_source_that_is_not_there_is_named(mix):
     with pytest.raises(UserError, match=r"documents\.parquet has no rows for .*'c'"):
-        rows(mix, "validation", 8, 0, source="c")
+        rows(mix, "validation", 8, TOKENIZER, source="c")
     with pytest.raises(UserError, match=r"has no rows for .*'b'"):
-        rows(mix, "train", 8, 0, source="b")
+        rows(mix, "train", 8, TOKENIZER, source="b")
 
 
 PROMPTS = ["1=", "12345=", "999", "0123456789=ab", "b", "##==", "31=2", "7" * 20]
