@@ -222,7 +222,7 @@ def test_says_which_files_of_the_users_own_are_not_there(monkeypatch, tmp_path):
 def test_counts_the_jobs_that_snakemake_plans(tier):
     if (ROOT / "results" / tier).exists():
         pytest.skip("a dry run lists only what is left to do")
-    words = ["-m", "snakemake", "-n", "--cores", "1", "evaluate_all", "pear", "--config", f"tier={tier}", "seeds=[0,1]"]
+    words = ["-m", "snakemake", "-n", "--cores", "1", "claims", "--config", f"tier={tier}", "seeds=[0,1]"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = {rule: int(n) for rule, n in re.findall(r"^(\w+) +(\d+)$", done.stdout + done.stderr, re.M)}

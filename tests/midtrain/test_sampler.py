@@ -228,7 +228,10 @@ def look(scheduler, window):
 found.look = look
 orders = [found.decide(w).order for w in range(3)]
 average = found.scheduler.average.A.tolist()
-print(json.dumps([rank, looks, orders, average]), file=open(f"{sys.argv[1]}/{rank}.json", "w"))
+with open(f"{sys.argv[1]}/{rank}.json", "w") as stream:
+    json.dump([rank, looks, orders, average], stream)
+torch.distributed.barrier()  # a process that ends while the other still talks to it is killed
+torch.distributed.destroy_process_group()
 """
 
 

@@ -192,7 +192,7 @@ def preempted(project: Cluster) -> None:
 
 
 def driver_killed(project: Cluster) -> None:
-    long_training(project)
+    long_training(project, steps=8000)  # on a busy machine the second driver takes a while to submit its copy
     project.start(SFT)
     project.running()
     project.driver.send_signal(signal.SIGKILL)

@@ -90,7 +90,7 @@ def test_killed_driver_and_a_second_copy_of_its_running_job(session):
     assert {project.account(job, "State")[0] for job in (first, second)} == {"COMPLETED"}
     log = project.job_log()
     assert "waiting: " in log and f'"slurm_job": "{first}"' in log and "was finished by the other process" in log
-    assert project.steps() == list(range(1, 3001))
+    assert project.steps() == list(range(1, 8001))
 
 
 def test_the_readmes_command_from_clone_to_ledger(session, project):

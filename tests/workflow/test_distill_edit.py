@@ -113,9 +113,26 @@ def test_the_study_ends_in_a_page_with_both_methods(project):
     page = (project.results / "report/index.html").read_text()
     assert 'id="method-tail_kd"' in page and 'id="method-crispedit"' in page
     assert "<td><code>unedited</code></td>" in page and "<td><code>mine</code></td>" in page
-    assert project.planned("all", "tail_kd", "crispedit", "distill", "edit") <= {"Students are distilled", "Edits are made"} | {
-        f"{name}'s comparison is complete: see results/test/claims.html" for name in ("TAD", "CrispEdit")
+    own = {
+        sentence
+        for name, title in (("tail_kd", "TAD"), ("crispedit", "CrispEdit"))
+        for sentence in (
+            f"Write the ledger of {name} alone",
+            f"{title}'s comparison is complete: see results/test/ledger/{name}.csv (html beside it)",
+        )
     }
+    found = project.planned("all", "tail_kd", "crispedit", "distill", "edit")
+    assert found <= {"Students are distilled", "Edits are made"} | own
+
+
+def test_the_ledger_of_one_method_holds_its_claims_alone(project):
+    done = project.snakemake("tail_kd")
+    assert done.returncode == 0, done.stderr[-2000:]
+    with open(project.results / "ledger/tail_kd.csv") as stream:
+        rows = list(csv.DictReader(stream))
+    with open(project.results / "claims.csv") as stream:
+        expected = [row for row in csv.DictReader(stream) if row["method"] == "tail_kd"]
+    assert rows == expected and len(rows) > 3
 
 
 def test_the_ledger_measures_what_the_tier_has_and_says_what_it_lacks(project):

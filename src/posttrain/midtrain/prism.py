@@ -51,7 +51,8 @@ def freeze(model: Any, trainable: str) -> int:
     """Leave only the named tensors trainable; the number of trainable parameters."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable == "all" or ".self_attn." in name)
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # under ZeRO-3 a process holds no part of a parameter until it is used, and `ds_numel` is its whole size
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     if count == 0:
         raise UserError(f"trainable = {trainable}: this model has no tensors of that kind; choose all.")
     return count
