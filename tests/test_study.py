@@ -210,6 +210,10 @@ def test_claims_may_name_what_some_tier_has(study, tmp_path, values):
             r"no tier has 'evaluate/lineage/oen'; did you mean",
         ),
         ({"kind": "scalar", "reference": "evaluate/reasoning/prism-mcz", "bound": 1.0}, r"no tier has 'mcz'; did you mean 'mc"),
+        (  # a condition that no job can meet would leave the claim unjudged for ever
+            {"moot_if": [{"reference": "evaluate/lineage/oen", "metric": "m", "at_most": 1.0, "because": "b"}]},
+            r"no tier has 'evaluate/lineage/oen'; did you mean 'one'\?$",
+        ),
         (
             {"kind": "rows", "reference": "evaluate/lineage/one", "against": "evaluate/lineage/tow", "file": "f", "bound": 1.0},
             r"no tier has 'evaluate/lineage/tow'; did you mean 'two'\?$",

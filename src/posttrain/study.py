@@ -391,7 +391,8 @@ class Study:
         }
         for method, claims in read_claims(path).items():
             for name, claim in claims.items():
-                for reference in filter(None, (claim.reference, claim.against)):
+                judged = (one for condition in claim.moot_if for one in (condition.reference, condition.against))
+                for reference in filter(None, (claim.reference, claim.against, *judged)):
                     self.path(reference, 0)
                     owner, kind, variant = reference.split("/")
                     found = methods(owner)[kind]
