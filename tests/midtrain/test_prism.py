@@ -160,6 +160,13 @@ def test_a_model_without_attention_is_one_sentence():
         midtrain.freeze(torch.nn.Sequential(torch.nn.Linear(2, 2)), "attention")
 
 
+def test_parameters_that_this_process_does_not_hold_are_counted():
+    """Under ZeRO-3 they are empty until they are used; DeepSpeed keeps their whole size beside them."""
+    layer = torch.nn.Linear(2, 2, bias=False)
+    layer.weight.data, layer.weight.ds_numel = torch.empty(0), 4
+    assert midtrain.freeze(layer, "all") == 4
+
+
 def test_resume_after_an_interruption_gives_the_same_model_and_history(prism, tmp_path):
     whole = run(prism, tmp_path / "a", checkpoint_every=1)
     with pytest.raises(TimeLimitReached, match="step 1 of 6"):

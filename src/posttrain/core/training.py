@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,6 +171,26 @@ def any_rank(mine: bool) -> bool:
     flag = torch.tensor(float(mine), device=device)
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
     return bool(flag.item())
+
+
+def follow(measure: Callable[[Any], dict[str, float]], every: int) -> Any:
+    """A callback that puts `measure(model)` into the trainer's own log lines, every so many steps."""
+    from transformers import TrainerCallback
+
+    class Follow(TrainerCallback):
+        waiting: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step % every == 0:
+                self.waiting = measure(model)
+                control.should_log = True  # at this step, however rare log lines are
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if logs is not None and "train_runtime" not in logs:
+                logs.update(self.waiting)
+                self.waiting = {}
+
+    return Follow()
 
 
 def make_callback(job: TrainingConfig, tracker: Tracker) -> Any:

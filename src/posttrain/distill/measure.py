@@ -115,23 +115,3 @@ def tail_shares(
         shares = {n: gradient_energy(t, s, mask, labels, kind, head, vocabulary)[1] for n, kind in kinds.items()}
         found.append({name: float(share[mask].mean()) for name, share in shares.items()})
     return found
-
-
-def follow(measure: Any, every: int) -> Any:
-    """A callback that puts `measure()` into the trainer's own log lines, every so many steps."""
-    from transformers import TrainerCallback
-
-    class Follow(TrainerCallback):
-        waiting: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step % every == 0:
-                self.waiting = {f"fixed/{name}": value for name, value in measure(model).items()}
-                control.should_log = True
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if logs is not None and "train_runtime" not in logs:
-                logs.update(self.waiting)
-                self.waiting = {}
-
-    return Follow()

@@ -18,7 +18,7 @@ from posttrain.core import cli, determinism, distributed, manifest, models, tabl
 from posttrain.core.config import key
 from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker
-from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
+from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, follow, make_callback, save_trained, train
 from posttrain.data.streams import StreamConfig, TokenStream
 from posttrain.distill import divergences, measure, student
 from posttrain.distill.examples import Source, collate, columns, following, logits_of, one_vocabulary
@@ -158,8 +158,12 @@ def main(job: Config) -> None:
     tracker = Tracker(job)
     callback = make_callback(job, tracker)
     few = held_out[: job.fixed_rows]
-    watch = measure.follow(
-        lambda m: measure.fixed_batch(teacher, m, few, pad, job.divergence, job.head, vocabulary), job.measure_every
+    watch = follow(
+        lambda m: {
+            f"fixed/{name}": value
+            for name, value in measure.fixed_batch(teacher, m, few, pad, job.divergence, job.head, vocabulary).items()
+        },
+        job.measure_every,
     )
     callbacks = [*([] if job.deepspeed else [watch]), *more, callback]  # a sharded model cannot be measured on one rank
     trainer = make_trainer(model, teacher, job, data, pad, vocabulary, callbacks, args)

@@ -15,7 +15,7 @@ from posttrain.core import cli, determinism, distributed, manifest, models, tabl
 from posttrain.core.config import key
 from posttrain.core.errors import UserError
 from posttrain.core.tracking import Tracker
-from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, make_callback, save_trained, train
+from posttrain.core.training import TrainingConfig, arguments, discard_checkpoints, follow, make_callback, save_trained, train
 from posttrain.data.packed import held_out_loss, recall, rows
 from posttrain.data.streams import StreamConfig, TokenStream
 
@@ -81,26 +81,6 @@ class Curve:
         return found
 
 
-def follow(curve: Curve, every: int) -> Any:
-    """A callback that puts points of the curve into the trainer's own log lines."""
-    from transformers import TrainerCallback
-
-    class Follow(TrainerCallback):
-        waiting: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step % every == 0:
-                self.waiting = {name: found.value for name, found in curve(model).items()}
-                control.should_log = True  # at this step, however rare log lines are
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if logs is not None and "train_runtime" not in logs:
-                logs.update(self.waiting)
-                self.waiting = {}
-
-    return Follow()
-
-
 def training_data(job: Config, tokenizer: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """(data set, callbacks that come before the one that seals checkpoints, further TrainingArguments)."""
     if job.mix:
@@ -129,7 +109,8 @@ def main(job: Config) -> None:
     trained = freeze(model, job.trainable)
     tracker = Tracker(job)
     callback = make_callback(job, tracker)
-    watch = [] if job.deepspeed else [follow(curve, job.measure_every)]  # a sharded model cannot be measured on one rank
+    # a sharded model cannot be measured on one rank
+    watch = [] if job.deepspeed else [follow(lambda m: {n: v.value for n, v in curve(m).items()}, job.measure_every)]
     trainer = Trainer(
         model=model,
         args=args,
